@@ -1,0 +1,111 @@
+"""What a key of the config is: its type, default, range, and what it does here.
+
+The schema declares every key once, with `key(default, effect, sentence)`. The effects are
+
+* HONOURED: the key does what it says; the sentence says what that is;
+* NO_EFFECT: accepted, changes nothing here; the sentence says why;
+* UNSUPPORTED: any value but the default is refused, because leaving it out would change the result; the sentence
+  says what to use instead.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+Effect = Literal["honoured", "no_effect", "unsupported"]
+HONOURED: Effect = "honoured"
+NO_EFFECT: Effect = "no_effect"
+UNSUPPORTED: Effect = "unsupported"
+
+
+class Section(BaseModel):
+    """One JSON object of the config. `open_ended` sections may hold keys that are not listed (they are not read)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, protected_namespaces=())
+    open_ended: ClassVar[bool] = False
+
+
+def key(
+    default: Any,
+    effect: Effect,
+    sentence: str,
+    *,
+    alias: str | None = None,
+    stages: tuple[int, ...] = (),
+    **limits: Any,
+) -> Any:
+    """Declare a key: see the module's docstring. `stages` are those where it has a meaning (empty: all)."""
+    extra = {"effect": effect, "stages": list(stages)}
+    return Field(default, alias=alias, description=sentence, json_schema_extra=extra, **limits)
+
+
+def effect_of(field: FieldInfo) -> tuple[Effect, tuple[int, ...]]:
+    """The effect of a declared key and the stages where it has one (empty: all)."""
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict):
+        return HONOURED, ()
+    return extra["effect"], tuple(extra["stages"])  # type: ignore[return-value, arg-type]
+
+
+def as_number(value: Any) -> float | int:
+    """A JSON number, or a text that spells one ("5e8", YAML's reading of 5e8).
+
+    Raises:
+        ValueError: anything else: true, false, null, other text.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("must be a number")
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        pass
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("must be a number") from None
+
+
+def as_whole(value: Any) -> int:
+    """A whole number, however it is spelt: 500000000, 5e8, "5e8".
+
+    Raises:
+        ValueError: not a number, not finite, or not whole.
+    """
+    try:
+        number = as_number(value)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+    if isinstance(number, float):
+        if not math.isfinite(number) or not number.is_integer():
+            raise ValueError("must be a whole number")
+        return int(number)
+    return number
+
+
+def _as_section(value: Any) -> Any:
+    """null stands for a section that is not there."""
+    return {} if value is None else value
+
+
+Int = Annotated[int, BeforeValidator(as_whole)]
+Float = Annotated[float, BeforeValidator(as_number), Field(allow_inf_nan=False)]
+Bool = bool
+NullIsEmpty = BeforeValidator(_as_section)
+
+_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+
+def _as_dtype(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    name = value.lower().removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+DtypeName = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_as_dtype)]

@@ -1,0 +1,74 @@
+"""What is said about a config: notes about keys that were understood, problems with those that were not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from zrun_runtime.errors import ConfigError
+
+NoteKind = Literal["honoured", "no_effect", "assumed", "migrated", "unknown"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line of the effect report.
+
+    kind: honoured (does what it says), no_effect (accepted, changes nothing here), assumed (not given, this was
+    taken), migrated (an old spelling, read as the new one) or unknown (not a key of this config, not read).
+    """
+
+    path: str  # dotted, as in zero_optimization.stage
+    kind: NoteKind
+    text: str
+    value: Any = None  # the value in force; None if there is none
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason to refuse a config. `path` is empty when the file as a whole is meant."""
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}" if self.path else self.text
+
+
+class InvalidConfig(ConfigError):
+    """A config with one or more problems, all of them shown."""
+
+    def __init__(self, origin: str, problems: Iterable[Problem]) -> None:
+        self.origin = origin
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            message = f"{origin}: {self.problems[0]}"
+        else:
+            lines = "".join(f"\n  {problem}" for problem in self.problems)
+            message = f"{origin}: {len(self.problems)} problems{lines}"
+        super().__init__(message)
+
+
+@dataclass
+class Ledger:
+    """Collects notes and problems while a config is read, so that all of them are told at once."""
+
+    origin: str
+    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def note(self, path: str, kind: NoteKind, text: str, value: Any = None) -> None:
+        self.notes.append(Note(path, kind, text, value))
+
+    def problem(self, path: str, text: str) -> None:
+        self.problems.append(Problem(path, text))
+
+    def raise_problems(self) -> None:
+        """Raise what was collected.
+
+        Raises:
+            InvalidConfig: if there is any problem.
+        """
+        if self.problems:
+            raise InvalidConfig(self.origin, self.problems)

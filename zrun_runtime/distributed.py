@@ -1,0 +1,146 @@
+"""From a launcher's environment to a process group, a rank and a device.
+
+zrun and torchrun set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*; srun and Open MPI set their own names. Without any of
+them the process is a world of one and needs no process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zrun_runtime.errors import DistributedError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# The names under which each launcher tells the same four facts, in the order in which they are looked for.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that train together, and this process's place among them.
+
+    data: moves tensors of the training device; control: moves a few numbers of host memory (always gloo, and the same
+    group as `data` on CPU). Both are None in a world of one that never built a process group.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    data: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+
+
+_control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Build the default process group from the environment, unless there is one.
+
+    The parameters are those of `deepspeed.init_distributed`; `auto_mpi_discovery`, `verbose` and `config` have no
+    effect here. A world of one gets a process group too when an address for it is known, so that scripts may call
+    `torch.distributed` themselves.
+
+    Raises:
+        DistributedError: the environment is contradictory, or the group cannot be built.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    rank = rank if rank >= 0 else _number(_RANK, 0)
+    world_size = world_size if world_size > 0 else _number(_WORLD_SIZE, 1)
+    if not 0 <= rank < world_size:
+        raise DistributedError(f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun")
+    backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if _wants_cuda() else "gloo")
+    if world_size == 1 and init_method is None and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    try:
+        dist.init_process_group(
+            backend, init_method=init_method or "env://", rank=rank, world_size=world_size, timeout=timeout
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise DistributedError(
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the {backend} group at {where}: {error}",
+            "is rank 0 alive, is the port free there, and does a firewall let it through?",
+        ) from error
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def current_world() -> World:
+    """The world as it is now; builds the process group when the environment speaks of several ranks."""
+    if not dist.is_initialized():
+        init_distributed()
+        atexit.register(_destroy)
+    group = dist.group.WORLD
+    if group is None:
+        raise DistributedError("the default process group is gone", "call zrun_runtime.init_distributed() first")
+    backend = dist.get_backend(group)
+    local_rank = _number(_LOCAL_RANK, 0)
+    control = group if "gloo" in backend else _control_groups.get(group)
+    if control is None:
+        control = _control_groups[group] = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
+    return World(
+        dist.get_rank(group), dist.get_world_size(group), local_rank, training_device(local_rank), backend, group, control
+    )
+
+
+def training_device(local_rank: int) -> torch.device:
+    """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else the GPU if there is one."""
+    if not _wants_cuda():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise DistributedError(
+            f"local rank {local_rank} has no GPU: {count} visible", "start fewer ranks, or check CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _wants_cuda() -> bool:
+    return os.environ.get("ZRUN_DEVICE", "cuda") == "cuda" and torch.cuda.is_available()
+
+
+def _number(names: tuple[str, ...], default: int) -> int:
+    """The first of these environment variables that is set, as a number.
+
+    Raises:
+        DistributedError: it is set but is not a number.
+    """
+    for name in names:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise DistributedError(f"{name}={text!r} is not a number", "start the script with zrun or torchrun")
+        return int(text)
+    return default

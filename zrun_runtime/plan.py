@@ -1,0 +1,76 @@
+"""ZeRO's table: for each kind of state, how it is laid out between uses and in which tier it lives.
+
+This is the only home of stage numbers beside `config/`. Nobody else asks for the stage: the collective to run follows
+from two adjacent layouts (`collectives.redistribute`), and the rest from the four questions below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from zrun_runtime.errors import ConfigError
+from zrun_runtime.layout import Layout
+
+
+class TierKind(Enum):
+    """Where a kind of state lives between uses."""
+
+    DEVICE = "device"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where one kind of state is between uses."""
+
+    layout: Layout
+    tier: TierKind = TierKind.DEVICE
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The residency of parameters, gradients and optimizer state (master weights and moments).
+
+    Gradients that are whole on every rank are PARTIAL until the accumulation boundary: each rank has its own sum.
+    """
+
+    params: Residency
+    grads: Residency
+    optimizer: Residency
+
+    @classmethod
+    def of_stage(cls, stage: int) -> StatePlan:
+        """The plan of a ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+        Raises:
+            ConfigError: the stage is not 0, 1, 2 or 3.
+        """
+        if stage not in (0, 1, 2, 3):
+            raise ConfigError(f"zero_optimization.stage: got {stage}, expected 0, 1, 2 or 3")
+        return cls(
+            params=Residency(Layout.SHARDED if stage >= 3 else Layout.REPLICATED),
+            grads=Residency(Layout.SHARDED if stage >= 2 else Layout.PARTIAL),
+            optimizer=Residency(Layout.SHARDED if stage >= 1 else Layout.REPLICATED),
+        )
+
+    @property
+    def shards_params(self) -> bool:
+        """Parameters exist in full only while they are used."""
+        return self.params.layout is Layout.SHARDED
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Every rank updates only its own slice, so the new values must be published."""
+        return self.optimizer.layout is Layout.SHARDED
+
+    @property
+    def reduces_each_backward(self) -> bool:
+        """Gradients do not stay whole between micro-batches."""
+        return self.grads.layout is Layout.SHARDED
+
+    @property
+    def keeps_param_grads(self) -> bool:
+        """After a boundary backward `p.grad` is the reduced gradient, because every rank has all of it."""
+        return self.optimizer.layout is Layout.REPLICATED

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import select
 import sys
 from typing import Any
 
@@ -54,8 +55,6 @@ class Telemetry:
 
     def _write(self, line: bytes, patient: bool) -> bool:
         """Write the whole line or nothing; a line once begun is always finished."""
-        import select  # only here: most events are written at the first attempt
-
         fd, done = self.fd, 0
         if fd is None:
             return False

@@ -43,11 +43,16 @@ def key(
     return Field(default, alias=alias, description=sentence, json_schema_extra=extra, **limits)
 
 
-def effect_of(field: FieldInfo) -> tuple[Effect, tuple[int, ...]]:
-    """The effect of a declared key and the stages where it has one (empty: all)."""
+def section(kind: type[Section], effect: Effect = HONOURED, sentence: str = "", stages: tuple[int, ...] = ()) -> Any:
+    """Declare a nested object. A NO_EFFECT sentence speaks for all of its keys without an effect of their own."""
+    return key(kind(), effect, sentence, stages=stages)
+
+
+def effect_of(field: FieldInfo) -> tuple[Effect, tuple[int, ...]] | None:
+    """The effect of a declared key and the stages where it has one (empty: all); None if its section speaks for it."""
     extra = field.json_schema_extra
     if not isinstance(extra, dict):
-        return HONOURED, ()
+        return None
     return extra["effect"], tuple(extra["stages"])  # type: ignore[return-value, arg-type]
 
 
@@ -88,15 +93,8 @@ def as_whole(value: Any) -> int:
     return number
 
 
-def _as_section(value: Any) -> Any:
-    """null stands for a section that is not there."""
-    return {} if value is None else value
-
-
 Int = Annotated[int, BeforeValidator(as_whole)]
 Float = Annotated[float, BeforeValidator(as_number), Field(allow_inf_nan=False)]
-Bool = bool
-NullIsEmpty = BeforeValidator(_as_section)
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 

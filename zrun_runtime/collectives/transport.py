@@ -1,0 +1,44 @@
+"""What a transport must do: the three bulk movements that ZeRO needs, asynchronously, over equal slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Pending:
+    """A movement under way. `wait()` returns when its result may be read (on CUDA: by the current stream)."""
+
+    def __init__(self, complete: Callable[[], None] | None = None) -> None:
+        self._complete = complete
+
+    def wait(self) -> None:
+        """Finish the movement. A second call does nothing."""
+        complete, self._complete = self._complete, None
+        if complete is not None:
+            complete()
+
+
+DONE = Pending()
+
+
+class Transport(Protocol):
+    """Moves flat, contiguous buffers whose length is a multiple of the world size."""
+
+    def reduce_scatter(
+        self,
+        full: Tensor,  # (n * world,) any dtype, PARTIAL
+        out: Tensor,  # (n,) SHARDED; receives, or is increased by, the sum over ranks of this rank's slice
+        accumulate: bool,
+    ) -> Pending: ...
+
+    def all_gather(
+        self,
+        full: Tensor,  # (n * world,) REPLICATED when done
+        own: Tensor,  # (n,) SHARDED; may be the slice of `full` itself
+        ticket: int,  # names the movement; slices of different tickets never meet
+    ) -> Pending: ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None: ...

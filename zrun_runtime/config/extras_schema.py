@@ -1,0 +1,167 @@
+"""Sections beside training itself: checkpoint, monitors and profilers, and features that are not supported.
+
+A key declared without `key(...)` is spoken for by its section (see Document).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zrun_runtime.config.keys import UNSUPPORTED, Float, Int, Section, key
+
+NO_MONITORS = "monitors are not built yet: the console and its --json events hold the numbers"
+
+
+class OpenConfig(Section):
+    """A section of which nothing is read."""
+
+    open_ended: ClassVar[bool] = True
+
+
+class AioConfig(Section):
+    block_size: Int = Field(1_048_576, ge=1)  # bytes
+    queue_depth: Int = Field(8, ge=1)
+    intra_op_parallelism: Int = Field(1, ge=1)
+    thread_count: Int = Field(1, ge=1)
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class ActivationCheckpointingConfig(Section):
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: Int | None = Field(None, ge=1)
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+def _as_mode(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+class CheckpointConfig(Section):
+    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_as_mode)] = "Warn"
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: dict[str, Any] = {}
+    checkpoint_serialization: bool = True
+    writer: dict[str, Any] | None = None
+
+
+class TensorboardConfig(Section):
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CsvMonitorConfig(TensorboardConfig):
+    pass
+
+
+class WandbConfig(Section):
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometConfig(Section):
+    enabled: bool = False
+    samples_log_interval: Int = Field(100, ge=1)
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class FlopsProfilerConfig(Section):
+    enabled: bool = False
+    recompute_fwd_factor: Float = Field(0.0, ge=0)
+    profile_step: Int = Field(1, ge=0)
+    module_depth: Int = Field(-1, ge=-1)
+    top_modules: Int = Field(1, ge=0)
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class CommsLoggerConfig(Section):
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: list[str] = []
+    verbose: bool = False
+    debug: bool = False
+
+
+class TimersConfig(Section):
+    throughput: dict[str, Any] = {}
+
+
+class CompileConfig(Section):
+    open_ended: ClassVar[bool] = True
+    deepcompile: bool = False
+
+
+# ---- not supported: `enabled` is refused, the rest is not read -----------------------------------------------------
+
+
+class AmpConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, 'Apex is not supported: use "bf16": {"enabled": true} instead')
+
+
+class TorchAutocastConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, 'not supported yet: use "bf16", or call torch.autocast in the forward')
+
+
+class TensorParallelConfig(OpenConfig):
+    autotp_size: Int = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", ge=0)
+
+
+class ExpertParallelConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "expert parallelism is not supported: use ZeRO stage 3")
+
+
+class HybridEngineConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "the hybrid engine is not supported: call generate on the engine's module")
+
+
+class ElasticityConfig(OpenConfig):
+    enabled: bool = key(
+        False, UNSUPPORTED, "batch sizes are never changed by the world size: set the three batch keys, remove this"
+    )
+
+
+class DataEfficiencyConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "data sampling and routing are not supported: do it in the data loader")
+
+
+class CurriculumConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "a curriculum is not supported: do it in the data loader")
+
+
+class LayerDropConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "progressive layer drop is not supported: do it in the model")
+
+
+class EigenvalueConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "eigenvalues for quantization are not supported: remove it")
+
+
+class QuantizeTrainingConfig(OpenConfig):
+    enabled: bool = key(False, UNSUPPORTED, "quantized training is not supported: use torchao")
+
+
+class CompressionConfig(OpenConfig):
+    """Each method sits in a section of its own; `rules` looks for one that is on."""
+
+
+class SparseAttentionConfig(OpenConfig):
+    mode: str | None = key(
+        None, UNSUPPORTED, "sparse attention is not supported: use torch's scaled_dot_product_attention with a mask"
+    )

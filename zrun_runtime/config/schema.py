@@ -1,0 +1,183 @@
+"""The whole JSON: every documented top-level key and section, its default, and what it does here."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zrun_runtime.config import extras_schema as extras
+from zrun_runtime.config.keys import (
+    HONOURED,
+    NO_EFFECT,
+    UNSUPPORTED,
+    DtypeName,
+    Float,
+    Int,
+    Section,
+    as_number,
+    key,
+    section,
+)
+from zrun_runtime.config.zero_schema import ZeroConfig
+
+
+class Fp16Config(Section):
+    """fp16 training: parameters in fp16, the loss multiplied by a scale that adapts (loss_scale 0) or not."""
+
+    enabled: bool = key(False, UNSUPPORTED, 'not supported yet: use "bf16": {"enabled": true} instead')
+    auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to fp16")
+    loss_scale: Float = key(0.0, HONOURED, "a fixed loss scale; 0 adapts it", ge=0.0)
+    initial_scale_power: Int = key(16, HONOURED, "the loss scale starts at two to this power", ge=0, le=1023)
+    loss_scale_window: Int = key(1000, HONOURED, "steps without overflow after which the scale doubles", ge=1)
+    hysteresis: Int = key(2, HONOURED, "overflows that are forgiven before the scale is halved", ge=1)
+    consecutive_hysteresis: bool = key(False, HONOURED, "a good step restores the whole hysteresis")
+    min_loss_scale: Float = key(1.0, HONOURED, "an overflow at this scale ends the run", gt=0.0)
+    fp16_master_weights_and_grads: bool = key(
+        False, UNSUPPORTED, "fp16 master weights lose small updates and are not supported: set it to false"
+    )
+
+
+class Bf16Config(Section):
+    """bf16 training: parameters in bf16, fp32 master weights, no loss scale."""
+
+    enabled: bool = key(False, HONOURED, "parameters are bf16, master weights fp32")
+    auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to bf16")
+    immediate_grad_update: bool = key(False, NO_EFFECT, "gradients are taken as soon as they exist")
+    check_grad_overflow: bool = key(True, NO_EFFECT, "a step with a non-finite gradient is always skipped")
+    bf16_master_weights_and_grads: bool = key(
+        False, UNSUPPORTED, "bf16 master weights lose small updates and are not supported: set it to false"
+    )
+    bf16_optimizer_states: bool = key(
+        False, UNSUPPORTED, "bf16 moments lose small updates and are not supported: set it to false"
+    )
+    loss_scale: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
+    loss_scale_window: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
+    initial_scale_power: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
+    hysteresis: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
+    min_loss_scale: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
+
+
+class DataTypesConfig(Section):
+    grad_accum_dtype: DtypeName | None = key(
+        None, HONOURED, "gradients are added up in this; without it in fp32 where accumulation is above 1"
+    )
+    param_dtype: DtypeName | None = key(None, HONOURED, "must be what fp16 or bf16 says")
+    buffer_dtype: DtypeName | None = key(None, UNSUPPORTED, "not supported yet: cast buffers in the model")
+    keep_in_fp32_modules: Any = key(None, UNSUPPORTED, "not supported yet: keep these modules in fp32 in the model")
+
+
+class OptimizerSection(Section):
+    type: str = key("", HONOURED, "the optimizer; one given to initialize() goes first", min_length=1)
+    params: dict[str, Any] = key({}, HONOURED, "arguments of the optimizer")
+    legacy_fusion: bool = key(False, NO_EFFECT, "there is one fused optimizer")
+
+
+class SchedulerSection(Section):
+    type: str = key("", HONOURED, "the schedule; one given to initialize() goes first", min_length=1)
+    params: dict[str, Any] = key({}, HONOURED, "arguments of the schedule")
+
+
+def _as_steps(value: Any) -> Any:
+    """null, 0 and infinity: never. Absent is 10."""
+    if value is None:
+        return None
+    number = as_number(value)
+    return None if number in (0, math.inf) else number
+
+
+class Document(Section):
+    """A config as written, after old spellings were renamed and "auto" was resolved."""
+
+    train_batch_size: Int | None = key(None, HONOURED, "samples a step, over all ranks", ge=1)
+    train_micro_batch_size_per_gpu: Int | None = key(None, HONOURED, "samples a forward, on one rank", ge=1)
+    gradient_accumulation_steps: Int | None = key(None, HONOURED, "forwards a step, on one rank", ge=1)
+    steps_per_print: Annotated[Int | None, BeforeValidator(_as_steps), Field(ge=1)] = key(
+        10, HONOURED, "a line is printed every so many steps; null, 0 or Infinity: never"
+    )
+    gradient_clipping: Float = key(
+        1.0,
+        HONOURED,
+        "a gradient with a larger L2 norm over the whole model is scaled down to it; 0 turns it off",
+        ge=0,
+    )
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", HONOURED, "how gradients of the ranks are combined")
+    prescale_gradients: bool = key(False, NO_EFFECT, "gradients are divided once, where it loses nothing")
+    gradient_predivide_factor: Float = key(1.0, NO_EFFECT, "gradients are divided once, where it loses nothing", gt=0)
+    communication_data_type: DtypeName | None = key(None, HONOURED, "gradients are reduced in this type")
+    seq_parallel_communication_data_type: DtypeName | None = key(
+        None, NO_EFFECT, "there is no sequence parallelism here"
+    )
+    dataloader_drop_last: bool = key(False, HONOURED, "the loader made by initialize() drops an incomplete last batch")
+    managed_gradient_accumulation: bool = key(
+        True,
+        UNSUPPORTED,
+        "not supported yet: use set_gradient_accumulation_boundary() to decide when a step is applied",
+    )
+    optimizer: OptimizerSection | None = key(None, HONOURED, "")
+    scheduler: SchedulerSection | None = key(None, HONOURED, "")
+    fp16: Fp16Config = section(Fp16Config)
+    bf16: Bf16Config = section(Bf16Config)
+    data_types: DataTypesConfig = section(DataTypesConfig)
+    zero_optimization: ZeroConfig = section(ZeroConfig)
+    zero_allow_untested_optimizer: bool = key(False, NO_EFFECT, "an optimizer is judged by what it computes")
+    zero_force_ds_cpu_optimizer: bool = key(True, NO_EFFECT, "torch's fused optimizers run on the CPU too")
+
+    wall_clock_breakdown: bool = key(False, NO_EFFECT, "not built yet: no times of forward, backward and step are told")
+    memory_breakdown: bool = key(False, NO_EFFECT, "the memory of every rank is always told")
+    dump_state: bool = key(False, NO_EFFECT, "`zrun config explain` shows the whole config")
+    log_level: str | None = key(None, NO_EFFECT, "`zrun -v` decides how much is said")
+    disable_allgather: bool = key(False, NO_EFFECT, "it never did anything")
+    sparse_gradients: bool = key(False, NO_EFFECT, "embedding gradients are reduced as dense ones, which is exact")
+    vocabulary_size: Int | None = key(None, NO_EFFECT, "it only ever gave advice", ge=1)
+    disable_python_gc: bool = key(False, NO_EFFECT, "Python's garbage collector is left alone")
+    graph_harvesting: bool = key(False, NO_EFFECT, "it only tunes")
+    use_data_before_expert_parallelism: bool = key(False, NO_EFFECT, "there is no expert parallelism here")
+    use_node_local_storage: bool = key(False, NO_EFFECT, "every rank writes its own file into one directory")
+    data_parallel_size: Int | None = key(None, NO_EFFECT, "all ranks are data parallel", ge=1)
+    sequence_parallel_size: Int = key(
+        1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing", ge=1
+    )
+
+    aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, "nothing is offloaded to NVMe yet")
+    activation_checkpointing: extras.ActivationCheckpointingConfig = section(
+        extras.ActivationCheckpointingConfig,
+        NO_EFFECT,
+        "initialize() never checkpoints by itself: call torch.utils.checkpoint in the model",
+    )
+    checkpoint: extras.CheckpointConfig = section(
+        extras.CheckpointConfig, NO_EFFECT, "there is one checkpoint format, which loads at any world size and stage"
+    )
+    tensorboard: extras.TensorboardConfig = section(extras.TensorboardConfig, NO_EFFECT, extras.NO_MONITORS)
+    csv_monitor: extras.CsvMonitorConfig = section(extras.CsvMonitorConfig, NO_EFFECT, extras.NO_MONITORS)
+    wandb: extras.WandbConfig = section(extras.WandbConfig, NO_EFFECT, extras.NO_MONITORS)
+    comet: extras.CometConfig = section(extras.CometConfig, NO_EFFECT, extras.NO_MONITORS)
+    flops_profiler: extras.FlopsProfilerConfig = section(
+        extras.FlopsProfilerConfig, NO_EFFECT, "not built yet: use torch.utils.flop_counter or torch.profiler"
+    )
+    comms_logger: extras.CommsLoggerConfig = section(extras.CommsLoggerConfig, NO_EFFECT, "not built yet")
+    timers: extras.TimersConfig = section(extras.TimersConfig, NO_EFFECT, "steps are always timed, without a barrier")
+    compile: extras.CompileConfig = section(extras.CompileConfig, NO_EFFECT, "call torch.compile on the model yourself")
+    pipeline: extras.OpenConfig = section(
+        extras.OpenConfig, NO_EFFECT, "it is read for a PipelineModule only, and there is no pipeline parallelism here"
+    )
+    nebula: extras.OpenConfig = section(extras.OpenConfig, NO_EFFECT, "it is a checkpoint service of one cloud")
+    datastates: extras.OpenConfig = section(extras.OpenConfig, NO_EFFECT, "there is one checkpoint format")
+    datastates_ckpt: extras.OpenConfig = section(extras.OpenConfig, NO_EFFECT, "there is one checkpoint format")
+    autotuning: extras.OpenConfig = section(extras.OpenConfig, NO_EFFECT, "nothing is tuned by trial runs")
+    weight_quantization: extras.OpenConfig = section(extras.OpenConfig, NO_EFFECT, "it is for inference only")
+
+    amp: extras.AmpConfig = section(extras.AmpConfig)
+    torch_autocast: extras.TorchAutocastConfig = section(extras.TorchAutocastConfig)
+    tensor_parallel: extras.TensorParallelConfig = section(extras.TensorParallelConfig)
+    expert_parallel: extras.ExpertParallelConfig = section(extras.ExpertParallelConfig)
+    hybrid_engine: extras.HybridEngineConfig = section(extras.HybridEngineConfig)
+    elasticity: extras.ElasticityConfig = section(extras.ElasticityConfig)
+    data_efficiency: extras.DataEfficiencyConfig = section(extras.DataEfficiencyConfig)
+    curriculum_learning: extras.CurriculumConfig = section(extras.CurriculumConfig)
+    progressive_layer_drop: extras.LayerDropConfig = section(extras.LayerDropConfig)
+    eigenvalue: extras.EigenvalueConfig = section(extras.EigenvalueConfig)
+    quantize_training: extras.QuantizeTrainingConfig = section(extras.QuantizeTrainingConfig)
+    compression_training: extras.CompressionConfig = section(extras.CompressionConfig)
+    sparse_attention: extras.SparseAttentionConfig = section(extras.SparseAttentionConfig)

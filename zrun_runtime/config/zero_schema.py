@@ -1,0 +1,182 @@
+"""The section zero_optimization: every key, its default, and what it does here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zrun_runtime.config.keys import HONOURED, NO_EFFECT, UNSUPPORTED, Float, Int, Section, key, section
+
+UNBOUNDED = 2**63 - 1  # elements: more than any model has
+
+
+def _as_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: "none" if value is None else value)]
+
+
+class OffloadParamConfig(Section):
+    """Where the 16-bit parameters live between uses."""
+
+    device: Device = "none"
+    nvme_path: str | None = None
+    buffer_count: Int = Field(5, ge=1)
+    buffer_size: Int = Field(100_000_000, ge=1)
+    max_in_cpu: Int = Field(1_000_000_000, ge=0)
+    pin_memory: bool = True
+
+
+class OffloadOptimizerConfig(Section):
+    """Where master weights and moments live between steps."""
+
+    device: Device = "none"
+    nvme_path: str | None = None
+    buffer_count: Int = Field(4, ge=1)
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: Float = Field(1.0, ge=0.0, le=1.0)
+    super_offload: bool = False
+    cpuadam_cores_perc: Float = Field(0.8, gt=0.0, le=1.0)
+
+
+class LeafModuleConfig(Section):
+    """Modules whose parameters are gathered together, whatever runs inside them."""
+
+    classes: Names = key((), HONOURED, "classes gathered as one at stage 3", stages=(3,))
+    names: Names = key((), HONOURED, "module names gathered as one at stage 3", stages=(3,))
+    name_suffixes: Names = key((), HONOURED, "ends of module names gathered as one at stage 3", stages=(3,))
+
+
+class ZeroConfig(Section):
+    """The section zero_optimization. Sizes are counts of elements, never bytes."""
+
+    stage: Int = key(
+        0, HONOURED, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", ge=0, le=3
+    )
+    reduce_bucket_size: Int = key(
+        500_000_000, HONOURED, "upper bound of what is reduced at once; smaller where that suits the model", ge=1
+    )
+    allgather_bucket_size: Int = key(
+        500_000_000, HONOURED, "upper bound of what is gathered at once; smaller where that suits the model", ge=1
+    )
+    overlap_comm: bool | None = key(None, HONOURED, "communication overlaps computation; the default is true")
+    sub_group_size: Int = key(
+        1_000_000_000, HONOURED, "upper bound of what the optimizer updates at once; groups are usually smaller", ge=0
+    )
+    offload_param: OffloadParamConfig = section(
+        OffloadParamConfig, NO_EFFECT, "offload is not built yet: parameters stay in device memory", stages=(3,)
+    )
+    offload_optimizer: OffloadOptimizerConfig = section(
+        OffloadOptimizerConfig, NO_EFFECT, "offload is not built yet: optimizer state stays in device memory"
+    )
+
+    prefetch_bucket_size: Int = key(
+        50_000_000,
+        HONOURED,
+        "upper bound of what is gathered ahead of its use",
+        alias="stage3_prefetch_bucket_size",
+        stages=(3,),
+        ge=0,
+    )
+    param_persistence_threshold: Int = key(
+        100_000,
+        HONOURED,
+        "parameters up to this size stay gathered",
+        alias="stage3_param_persistence_threshold",
+        stages=(3,),
+        ge=0,
+    )
+    model_persistence_threshold: Int = key(
+        UNBOUNDED,
+        HONOURED,
+        "upper bound of what stays gathered in all",
+        alias="stage3_model_persistence_threshold",
+        stages=(3,),
+        ge=0,
+    )
+    max_live_parameters: Int = key(
+        1_000_000_000,
+        HONOURED,
+        "nothing is gathered ahead beyond this much",
+        alias="stage3_max_live_parameters",
+        stages=(3,),
+        ge=0,
+    )
+    max_reuse_distance: Int = key(
+        1_000_000_000,
+        HONOURED,
+        "what is used again within this distance stays gathered",
+        alias="stage3_max_reuse_distance",
+        stages=(3,),
+        ge=0,
+    )
+    gather_16bit_weights_on_model_save: bool = key(
+        False,
+        NO_EFFECT,
+        "saving weights always gathers them, and in bounded memory",
+        alias="stage3_gather_16bit_weights_on_model_save",
+        stages=(3,),
+    )
+    module_granularity_threshold: Int = key(
+        0,
+        NO_EFFECT,
+        "groups are whole blocks already",
+        alias="stage3_module_granularity_threshold",
+        stages=(3,),
+        ge=0,
+    )
+    use_all_reduce_for_fetch_params: bool = key(
+        False,
+        NO_EFFECT,
+        "parameters are gathered in place, which moves fewer bytes",
+        alias="stage3_use_all_reduce_for_fetch_params",
+        stages=(3,),
+    )
+    allgather_sequential: bool = key(
+        False,
+        NO_EFFECT,
+        "a group's parameters lie side by side and are gathered at once",
+        alias="stage3_allgather_sequential",
+        stages=(3,),
+    )
+    leaf_module: LeafModuleConfig = section(LeafModuleConfig, stages=(3,))
+
+    contiguous_gradients: bool = key(True, NO_EFFECT, "gradients always lie side by side")
+    reduce_scatter: bool = key(True, NO_EFFECT, "the collective follows from how gradients are laid out")
+    use_multi_rank_bucket_allreduce: bool = key(True, NO_EFFECT, "gradients are reduce-scattered, half the bytes")
+    allgather_partitions: bool = key(True, NO_EFFECT, "shards are always gathered, in place")
+    round_robin_gradients: bool = key(False, NO_EFFECT, "every rank owns an equal slice of every group already")
+    load_from_fp32_weights: bool = key(True, NO_EFFECT, "checkpoints restore the fp32 master weights")
+    elastic_checkpoint: bool = key(False, NO_EFFECT, "any checkpoint loads at any world size")
+    ignore_unused_parameters: bool = key(True, NO_EFFECT, "unused parameters count as zero gradients")
+    memory_efficient_linear: bool = key(True, NO_EFFECT, "torch's own linear layer is used and never patched")
+    pipeline_loading_checkpoint: bool = key(False, NO_EFFECT, "loading reads only what a rank needs")
+    override_module_apply: bool = key(True, NO_EFFECT, "the default way of Module.apply is kept")
+    log_trace_cache_warnings: bool = key(False, NO_EFFECT, "there is no trace cache")
+    enable_sanity_checks: bool = key(False, NO_EFFECT, "ranks that diverge are always found")
+    save_muon_momentum_buffer_in_memory: bool = key(False, NO_EFFECT, "there is no Muon here")
+    compute_grad_norm: bool = key(True, NO_EFFECT, "the norm is taken anyway: it costs one small reduction a step")
+    parameter_alignment: bool = key(False, NO_EFFECT, "every parameter starts on 16 bytes")
+    grad_hooks: bool = key(True, NO_EFFECT, "gradients are always taken by hooks")
+
+    legacy_stage1: bool = key(False, UNSUPPORTED, "the old stage 1 is gone: remove the key")
+    zero_hpz_partition_size: Int = key(
+        1, UNSUPPORTED, "a second set of shards within a node is not supported: remove the key", ge=1
+    )
+    zero_quantized_weights: bool = key(False, UNSUPPORTED, "quantized gathering is not supported: set it to false")
+    zero_quantized_nontrainable_weights: bool = key(
+        False, UNSUPPORTED, "quantized storage of frozen weights is not supported: set it to false"
+    )
+    zero_quantized_gradients: bool = key(False, UNSUPPORTED, "quantized reduction is not supported: set it to false")
+    zeropp_loco_param: Any = key(None, UNSUPPORTED, "quantized reduction is not supported: remove the key")
+    mics_shard_size: Int = key(
+        -1, UNSUPPORTED, "shards smaller than the world (MiCS) are not supported: remove the key", ge=-1
+    )
+    mics_hierarchical_params_gather: bool = key(False, NO_EFFECT, "there is no MiCS here")
+    zenflow: Any = key(None, UNSUPPORTED, "late updates (ZenFlow) change the result and are not supported: remove it")

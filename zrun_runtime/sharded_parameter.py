@@ -1,0 +1,139 @@
+"""What a parameter is while its values are elsewhere: its name and shape remain, its values cannot be read.
+
+[Note: placeholders]
+A resharded parameter keeps its identity (optimizers, hooks and tied modules hold it) and its shape, but its data is one
+NaN seen through strides of zero, and its class is ShardedParameter. Every torch function that meets one comes here
+first. During a forward the owner may bring the values back (a module that reads another module's weight:
+`F.linear(x, self.embedding.weight)`); outside, it is an error that names the parameter. Questions about its kind (shape,
+dtype, device, grad) are answered. The right shape matters to autograd too, which may deliver a gradient to a parameter
+whose values are no longer needed; and whatever slips past Python reads NaN, never freed memory.
+
+[Note: version guard]
+Autograd saved views of the full values. Their memory is freed between uses, so reading one then would crash. The
+parameter's version is therefore raised when it is resharded and put back when it is unsharded: autograd itself refuses
+to read in between, and after a step, where the old values no longer exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zrun_runtime.errors import ParameterError
+
+
+class Owner(Protocol):
+    """Whoever can bring a parameter's values back."""
+
+    def recall(self, parameter: nn.Parameter) -> bool:
+        """Unshard the parameter if this is a moment at which that is right; say whether it was."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Record:
+    label: str  # the parameter's name in the model
+    view: Tensor  # its full-size values; their storage is empty while it is sharded
+    blank: Tensor  # the placeholder
+    owner: Owner
+
+
+_records: dict[int, _Record] = {}  # by id of the parameter
+
+_set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+
+# Answered from the placeholder itself: they do not read values.
+_HARMLESS = {
+    "__hash__", "__set__", "__delete__", "__len__", "__setstate__", "_is_view", "dim", "element_size", "get_device",
+    "is_complex", "is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "register_hook",
+    "register_post_accumulate_grad_hook", "requires_grad_", "size",
+}  # fmt: skip
+_HARMLESS_PROPERTIES = {
+    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
+    "grad", "grad_fn", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
+    "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
+    "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
+}  # fmt: skip
+_OF_THE_VIEW = {"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense"}
+
+
+class ShardedParameter(nn.Parameter):
+    """See [Note: placeholders]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        owner = getattr(func, "__self__", None)
+        prop = getattr(owner, "__name__", "") if name == "__get__" else ""
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _HARMLESS or prop in _HARMLESS_PROPERTIES:
+                return func(*args, **kwargs)
+            if name in _OF_THE_VIEW:
+                return func(_records[id(args[0])].view, *args[1:], **kwargs)
+        for parameter in _placeholders(args, kwargs):
+            record = _records[id(parameter)]
+            if not record.owner.recall(parameter):
+                raise _unreadable(record.label, prop or name)
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedParameter({_records[id(self)].label!r}, shape={tuple(self.shape)}, values elsewhere)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _unreadable(_records[id(self)].label, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _unreadable(_records[id(self)].label, "pickle")
+
+
+def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> None:
+    """Manage a parameter whose full-size values are `view`; done once, before the two functions below."""
+    blank = torch.full((1,), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+    _records[id(parameter)] = _Record(label, view, blank, owner)
+
+
+def become_placeholder(parameter: nn.Parameter) -> None:
+    """Take the values away. Their memory is the caller's to free."""
+    parameter.data = _records[id(parameter)].blank
+    parameter.__class__ = ShardedParameter
+    torch.autograd.graph.increment_version(parameter)
+
+
+def become_readable(parameter: nn.Parameter, version: int) -> None:
+    """Show the values again, at the version that they had (see [Note: version guard])."""
+    parameter.__class__ = nn.Parameter
+    parameter.data = _records[id(parameter)].view
+    _set_version((parameter,), (version,))
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The parameter is managed no longer."""
+    _records.pop(id(parameter), None)
+
+
+def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:
+    """The placeholders among a function's arguments, those within lists too, each once."""
+    found: dict[int, ShardedParameter] = {}
+    waiting = [*args, *kwargs.values()]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, tuple)):
+            waiting.extend(value)
+        elif type(value) is ShardedParameter:
+            found[id(value)] = value
+    return sorted(found.values(), key=lambda p: _records[id(p)].label)
+
+
+def _unreadable(label: str, what: str) -> ParameterError:
+    return ParameterError(
+        f"{label}: its values are sharded over the ranks and cannot be read here ({what})",
+        "read or edit it inside `with zrun_runtime.zero.GatheredParameters([parameter]):`, on every rank; "
+        "engine.state_dict() gathers a whole model",
+    )

@@ -1,0 +1,94 @@
+"""The figures of the newest step as labelled cells, and which of them a narrow line keeps. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zrun.console import figures
+from zrun.console.progress import Progress
+
+GAP = 2  # blanks between two cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure. `brief` is a shorter value for a line that is too narrow for `value`."""
+
+    label: str
+    value: str
+    importance: int  # the least important goes first
+    brief: str = ""
+    alarm: bool = False  # worth a second look
+
+    @property
+    def width(self) -> int:
+        return len(self.label) + 1 + len(self.value)
+
+
+def step_label(progress: Progress) -> str:
+    """20/200, or 20 where the whole is unknown."""
+    step = progress.newest.step if progress.newest else 0
+    return f"{step}/{progress.total}" if progress.total else str(step)
+
+
+def cells(progress: Progress, name_rank: bool) -> list[Cell]:
+    """The figures of the newest step, in the order to show them.
+
+    Args:
+        name_rank: say which rank holds the most memory.
+    """
+    step = progress.newest
+    if step is None:
+        return []
+    rate = progress.samples_per_second
+    lost_norm = step.grad_norm is None and progress.skips_in_a_row > 0
+    norm = figures.NOT_FINITE if lost_norm else figures.short(step.grad_norm)
+    row = [Cell("loss", figures.decimal(progress.loss), 9, alarm=figures.decimal(progress.loss) == figures.NOT_FINITE)]
+    if step.learning_rate is not None:
+        row.append(Cell("lr", figures.exponent(step.learning_rate), 7))
+    if step.loss_scale is not None:
+        row.append(Cell("scale", figures.scale(step.loss_scale), 1))
+    row.append(Cell("norm", norm, 3, alarm=lost_norm))
+    row.append(Cell("samples/s", figures.short(rate), 8))
+    row.append(Cell("step time", figures.step_time(progress.step_seconds), 5))
+    most = progress.most_memory
+    if most is not None:
+        used = figures.size(most[0])
+        row.append(Cell("mem", f"{used} (rank {most[1]})", 4, brief=used) if name_rank else Cell("mem", used, 4))
+    if step.skipped_steps:
+        row.append(Cell("skipped", str(step.skipped_steps), 6, alarm=True))
+    return row
+
+
+def fit(row: list[Cell], width: int) -> list[Cell]:
+    """`row` in at most `width` columns: brief values first, then without the least important cells. Never empty."""
+    if _total(row) > width:
+        row = [Cell(c.label, c.brief or c.value, c.importance, alarm=c.alarm) for c in row]
+    while len(row) > 1 and _total(row) > width:
+        least = min(row, key=lambda c: c.importance)
+        row = [c for c in row if c is not least]
+    return row
+
+
+def _total(row: list[Cell]) -> int:
+    return sum(c.width for c in row) + GAP * (len(row) - 1)
+
+
+def step_line(progress: Progress) -> str:
+    """The newest step as one plain line."""
+    parts = [f"step {step_label(progress)}", *(f"{c.label} {c.value}" for c in cells(progress, name_rank=False))]
+    if progress.seconds_left is not None:
+        parts.append(f"eta {figures.duration(progress.seconds_left)}")
+    return (" " * GAP).join(parts)
+
+
+def skipped_line(progress: Progress) -> str:
+    """What to say of a skipped step; empty where enough was said. Said of the 1st, 2nd, 4th, 8th ... in a row."""
+    step, in_a_row = progress.newest, progress.skips_in_a_row
+    if step is None or not in_a_row or in_a_row & (in_a_row - 1):
+        return ""
+    what = (
+        f"step {step.step} skipped" if in_a_row == 1 else f"{in_a_row} steps in a row skipped, the last was {step.step}"
+    )
+    scale = f", loss scale now {figures.scale(step.loss_scale)}" if step.loss_scale is not None else ""
+    return f"{what}: a gradient is not finite{scale} ({step.skipped_steps} skipped so far)"

@@ -1,0 +1,182 @@
+"""What the plain and the live console have in common: which words an event leads to. How they look is theirs."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from zrun import events
+from zrun.console import cells, figures
+from zrun.console.progress import Progress
+from zrun.console.sanitize import clean_line, clean_lines
+from zrun.job import FailureReport, JobView
+
+REMEMBERED_NOTICES = 64
+
+
+@dataclass(frozen=True)
+class FailureWords:
+    """A failure in lines of clean text, in the order to print them."""
+
+    title: str  # over the traceback
+    traceback: tuple[str, ...]
+    message: str
+    remarks: tuple[str, ...]
+
+
+def failure_words(failure: FailureReport) -> FailureWords:
+    message = failure.message
+    if failure.signal_name and failure.signal_name not in message:
+        message = f"{message} ({failure.signal_name})"
+    remarks = []
+    if failure.same_count > 1:
+        remarks.append(f"{failure.same_count} ranks failed alike, shown is the first")
+    if failure.others_stopped:
+        remarks.append(f"{figures.count(failure.others_stopped, 'other rank')} stopped because of it")
+    if failure.hint:
+        remarks.append(failure.hint)
+    if failure.log_path:
+        remarks.append(f"output: {failure.log_path} on {failure.host}")
+    who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
+    return FailureWords(
+        title=clean_line(f"{who}, at the end"),
+        traceback=tuple(clean_lines(failure.traceback)),
+        message=" ".join(clean_lines(message)),
+        remarks=tuple(line for remark in remarks for line in clean_lines(remark)),
+    )
+
+
+def short_names(hosts: tuple[str, ...]) -> dict[str, str]:
+    """Each host's name without its domain, where the names stay different and none of them is an address."""
+    short = {host: clean_line(host).split(".")[0] for host in hosts}
+    plain = all(name and not name.isdigit() for name in short.values())
+    return short if plain and len(set(short.values())) == len(hosts) else {host: clean_line(host) for host in hosts}
+
+
+class Narrator:
+    """Takes in events and calls the `show_...` methods, with clean text only. Bounded by the number of ranks."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.verbose = verbose
+        self.job: JobView | None = None
+        self.progress = Progress(1)
+        self.prefix_width = 0  # columns of the widest prefix
+        self._short_names: dict[str, str] = {}
+        self._notices: deque[tuple[str, str, int]] = deque(maxlen=REMEMBERED_NOTICES)
+
+    # ---- the words, made by whoever shows them ----
+
+    def show_line(self, host: str, rank: int, text: str) -> None:
+        """One line of a worker."""
+        raise NotImplementedError
+
+    def show_sentence(self, level: str, text: str) -> None:
+        """One line of our own. level: info, warning, error, or detail (less than info)."""
+        raise NotImplementedError
+
+    def show_step(self, event: events.StepDone) -> None:
+        """`self.progress` has a new step."""
+        raise NotImplementedError
+
+    def show_failure(self, words: FailureWords) -> None:
+        raise NotImplementedError
+
+    # ---- what the supervisor says ----
+
+    def job_started(self, job: JobView) -> None:
+        self.job = job
+        self.verbose = self.verbose or job.verbose
+        self.progress = Progress(job.world_size)
+        self._short_names = short_names(job.hosts)
+        self.prefix_width = max((len(self.prefix_of(host, job.world_size - 1)) for host in job.hosts), default=0)
+        hosts = job.hosts[0] if len(job.hosts) == 1 else figures.count(len(job.hosts), "host")
+        where = f"{figures.count(job.world_size, 'worker')} on {hosts}"
+        self._say("info", f"{where}, device {job.device}, backend {job.backend}, master {job.master}")
+        if self.verbose:
+            if len(job.hosts) > 1:
+                self._say("detail", f"hosts: {', '.join(job.hosts)}")
+            self._say("detail", f"job {job.job_id}: {job.command}")
+
+    def message(self, level: str, text: str) -> None:
+        self._say(level, text)
+
+    def failed(self, failure: FailureReport) -> None:
+        self.show_failure(failure_words(failure))
+
+    def handle(self, host: str, event: events.Event) -> None:
+        if isinstance(event, events.WorkerOutput):
+            self.show_line(host, event.rank, clean_line(event.text))
+        elif isinstance(event, events.StepDone):
+            self._step(event)
+        elif isinstance(event, events.MemoryUsed):
+            self.progress.memory_used(event)
+        elif isinstance(event, events.RunStarted):
+            self._run_started(event)
+        elif isinstance(event, events.Notice):
+            self._notice(host, event)
+        elif isinstance(event, events.OutputDropped):
+            lines = figures.count(event.lines, "line")
+            self._say("detail", f"{lines} of {self.name_of(host, event.rank)} came too fast to show: {event.path}")
+        elif self.verbose:
+            self._life(host, event)
+
+    # ---- events into words ----
+
+    def name_of(self, host: str, rank: int) -> str:
+        """rank 3, or rank 3 on node-2 where there are several hosts."""
+        several = self.job is not None and len(self.job.hosts) > 1
+        return f"rank {rank} on {host}" if several else f"rank {rank}"
+
+    def prefix_of(self, host: str, rank: int) -> str:
+        """What stands before a worker's line: nothing for the only rank, [rank] on one host, else [host:rank]."""
+        if self.job is None or self.job.world_size == 1:
+            return ""
+        return f"[{self._short_names.get(host, host)}:{rank}]" if len(self.job.hosts) > 1 else f"[{rank}]"
+
+    def _step(self, event: events.StepDone) -> None:
+        if self.progress.newest is not None and event.step <= self.progress.newest.step:
+            self.progress = Progress(self._world_size, event.total_steps)  # another engine of the same script
+        self.progress.step_done(event)
+        skipped = cells.skipped_line(self.progress)
+        if skipped:
+            self._say("warning", skipped)
+        self.show_step(event)
+
+    def _run_started(self, event: events.RunStarted) -> None:
+        if event.rank:
+            return  # the others say the same
+        self.progress = Progress(self._world_size, event.total_steps)
+        widest = max((len(label) for label, _ in event.details), default=0)
+        for label, value in event.details:
+            self._say("info", f"{label:<{widest}}  {value}")
+
+    def _notice(self, host: str, event: events.Notice) -> None:
+        """Say it once, if several ranks say the same."""
+        if any(
+            (level, text) == (event.level, event.text) and rank != event.rank for level, text, rank in self._notices
+        ):
+            return
+        self._notices.append((event.level, event.text, event.rank))
+        who = f"{self.name_of(host, event.rank)}: " if event.rank else ""
+        self._say(event.level, who + event.text)
+
+    def _life(self, host: str, event: events.Event) -> None:
+        if isinstance(event, events.WorkerStarted):
+            self._say("detail", f"{self.name_of(host, event.rank)} started, pid {event.pid}")
+        elif isinstance(event, events.WorkerExited):
+            how = f"code {event.returncode}" if event.returncode >= 0 else f"signal {-event.returncode}"
+            why = ", stopped by zrun" if event.stopped else ""
+            self._say("detail", f"{self.name_of(host, event.rank)} ended with {how}{why}")
+        elif isinstance(event, events.AgentFailed):
+            self._say("detail", f"the agent on {host} gave up: {event.message}")
+        elif isinstance(event, events.AgentDone):
+            logs = f", output in {event.log_dir}" if event.log_dir else ""
+            self._say("detail", f"nothing of the job is left on {host}{logs}")
+
+    def _say(self, level: str, text: str) -> None:
+        for line in clean_lines(text):
+            self.show_sentence(level, line)
+
+    @property
+    def _world_size(self) -> int:
+        return self.job.world_size if self.job else 1

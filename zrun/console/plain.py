@@ -1,0 +1,48 @@
+"""The console for pipes, files and dumb terminals: whole lines, one after the other, nothing ever rewritten."""
+
+from __future__ import annotations
+
+from zrun.console import cells
+from zrun.console.narrator import FailureWords, Narrator
+from zrun.console.output import Output
+from zrun.events import StepDone
+
+_MARKS = {"info": "", "detail": "", "warning": "warning: ", "error": "error: "}
+
+
+class PlainConsole(Narrator):
+    """One line for each worker line and message, and for each step that is owed one (`due`)."""
+
+    def __init__(self, output: Output, verbose: bool = False) -> None:
+        super().__init__(verbose)
+        self._output = output
+
+    def tick(self) -> None:
+        self._output.flush()
+
+    def close(self, exit_code: int) -> None:
+        self._output.flush()
+
+    def show_line(self, host: str, rank: int, text: str) -> None:
+        prefix = self.prefix_of(host, rank)
+        self._write(f"{prefix} {text}" if prefix else text)
+
+    def show_sentence(self, level: str, text: str) -> None:
+        self._write(f"zrun: {_MARKS.get(level, '')}{text}")
+
+    def show_step(self, event: StepDone) -> None:
+        if event.due:
+            self._write(cells.step_line(self.progress))
+
+    def show_failure(self, words: FailureWords) -> None:
+        if words.traceback:
+            self._write(f"zrun: {words.title}:")
+            for line in words.traceback:
+                self._write(f"  {line}")
+        self._write(f"zrun: error: {words.message}")
+        for remark in words.remarks:
+            self._write(f"zrun: {remark}")
+        self._output.flush()
+
+    def _write(self, line: str) -> None:
+        self._output.write(line + "\n")

@@ -23,7 +23,7 @@ class BatchSizes:
 
 def resolve_batch(
     total: int | None, micro: int | None, steps: int | None, world_size: int | None, ledger: Ledger
-) -> BatchSizes | None:
+) -> BatchSizes:
     """Fill in what is not given.
 
     Args:
@@ -47,7 +47,7 @@ def resolve_batch(
     sizes = BatchSizes(total, micro, steps, world_size)
     if total != micro * steps * world_size:
         _disagree(given, sizes, ledger)
-        return None
+        return sizes
     for path, value in ((TOTAL, total), (MICRO, micro), (STEPS, steps)):
         if given[path] is None:
             ledger.note(path, "assumed", _why(path, given), value)

@@ -120,7 +120,7 @@ class TorchAutocastConfig(OpenConfig):
 
 
 class TensorParallelConfig(OpenConfig):
-    autotp_size: Int = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", ge=0)
+    autotp_size: Int = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", harmless=(1,), ge=0)
 
 
 class ExpertParallelConfig(OpenConfig):
@@ -155,13 +155,3 @@ class EigenvalueConfig(OpenConfig):
 
 class QuantizeTrainingConfig(OpenConfig):
     enabled: bool = key(False, UNSUPPORTED, "quantized training is not supported: use torchao")
-
-
-class CompressionConfig(OpenConfig):
-    """Each method sits in a section of its own; `rules` looks for one that is on."""
-
-
-class SparseAttentionConfig(OpenConfig):
-    mode: str | None = key(
-        None, UNSUPPORTED, "sparse attention is not supported: use torch's scaled_dot_product_attention with a mask"
-    )

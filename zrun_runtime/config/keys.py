@@ -11,10 +11,13 @@ The schema declares every key once, with `key(default, effect, sentence)`. The e
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+from zrun_runtime.config.notes import NoteKind
 
 Effect = Literal["honoured", "no_effect", "unsupported"]
 HONOURED: Effect = "honoured"
@@ -36,10 +39,17 @@ def key(
     *,
     alias: str | None = None,
     stages: tuple[int, ...] = (),
+    harmless: tuple[Any, ...] = (),
     **limits: Any,
 ) -> Any:
-    """Declare a key: see the module's docstring. `stages` are those where it has a meaning (empty: all)."""
-    extra = {"effect": effect, "stages": list(stages)}
+    """Declare a key: see the module's docstring.
+
+    Args:
+        alias: the name that a config gives it, where that is not the field's.
+        stages: the ZeRO stages where it has a meaning; empty: all.
+        harmless: values of an UNSUPPORTED key that are taken beside its default.
+    """
+    extra: dict[str, Any] = {"effect": effect, "stages": list(stages), "harmless": list(harmless)}
     return Field(default, alias=alias, description=sentence, json_schema_extra=extra, **limits)
 
 
@@ -48,12 +58,43 @@ def section(kind: type[Section], effect: Effect = HONOURED, sentence: str = "", 
     return key(kind(), effect, sentence, stages=stages)
 
 
-def effect_of(field: FieldInfo) -> tuple[Effect, tuple[int, ...]] | None:
-    """The effect of a declared key and the stages where it has one (empty: all); None if its section speaks for it."""
+@dataclass(frozen=True)
+class KeyEffect:
+    """What `key` or `section` declared."""
+
+    effect: Effect
+    sentence: str
+    stages: tuple[int, ...]
+    harmless: tuple[Any, ...]
+
+    def at(self, stage: int) -> tuple[NoteKind, str]:
+        """The effect at this ZeRO stage and why."""
+        if self.stages and stage not in self.stages:
+            return "no_effect", f"it has a meaning at stage {', '.join(map(str, self.stages))} only"
+        return ("no_effect" if self.effect == NO_EFFECT else "honoured"), self.sentence
+
+
+def effect_of(field: FieldInfo) -> KeyEffect | None:
+    """What was declared of a field; None if its section speaks for it."""
     extra = field.json_schema_extra
     if not isinstance(extra, dict):
         return None
-    return extra["effect"], tuple(extra["stages"])  # type: ignore[return-value, arg-type]
+    declared: dict[str, Any] = extra
+    harmless = (field.get_default(call_default_factory=True), *declared["harmless"])
+    return KeyEffect(declared["effect"], field.description or "", tuple(declared["stages"]), harmless)
+
+
+def field_names(kind: type[Section]) -> dict[str, FieldInfo]:
+    """Every key of a section by the name that a config gives it."""
+    return {field.alias or name: field for name, field in kind.model_fields.items()}
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The Section that a field holds (`X` or `X | None`); None if it holds a plain value."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
 
 
 def as_number(value: Any) -> float | int:

@@ -179,5 +179,7 @@ class Document(Section):
     progressive_layer_drop: extras.LayerDropConfig = section(extras.LayerDropConfig)
     eigenvalue: extras.EigenvalueConfig = section(extras.EigenvalueConfig)
     quantize_training: extras.QuantizeTrainingConfig = section(extras.QuantizeTrainingConfig)
-    compression_training: extras.CompressionConfig = section(extras.CompressionConfig)
-    sparse_attention: extras.SparseAttentionConfig = section(extras.SparseAttentionConfig)
+    compression_training: dict[str, Any] = key({}, NO_EFFECT, "every method in it is off")
+    sparse_attention: dict[str, Any] = key(
+        {}, UNSUPPORTED, "sparse attention is not supported: use torch's scaled_dot_product_attention with a mask"
+    )

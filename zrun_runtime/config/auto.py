@@ -1,0 +1,125 @@
+"""The word auto: the value that follows from the model, the device or the program.
+
+[Note: auto]
+Integrations such as HF Trainer fill in what they know before the config gets here. What is still "auto" then is
+resolved from AutoHints; a key that only tunes falls back to its default. Only what decides the result of the training
+and cannot be known (a learning rate, the length of a schedule) is refused, all such keys at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zrun_runtime.config.hints import AutoHints
+from zrun_runtime.config.notes import Ledger
+
+AUTO = "auto"
+_SIZES = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "allgather_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: hidden * hidden * 9 // 10,
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_NEEDED = {
+    "optimizer.type": "name one, such as AdamW",
+    "optimizer.params.lr": "give a number, or pass an optimizer to initialize()",
+    "scheduler.type": "name one, such as WarmupLR",
+    "scheduler.params.total_num_steps": "give the number of optimizer steps of the whole run",
+    "scheduler.params.cycle_min_lr": "give a number",
+    "scheduler.params.cycle_max_lr": "give a number",
+    "zero_optimization.stage": "choose 0, 1, 2 or 3",
+}
+
+
+def resolve_auto(data: dict[str, Any], hints: AutoHints, ledger: Ledger) -> list[str]:
+    """Replace every "auto" of a known key in place; keys left to their default are removed.
+
+    Returns:
+        The paths that nothing known here decides. They are removed from data too.
+    """
+    unresolved = []
+    precision = choose_precision(data, hints)
+    for section, name, path in list(_autos(data, "")):
+        if path in _BATCH:
+            del section[name]  # the batch trio says what it takes
+        elif path in ("fp16.enabled", "bf16.enabled"):
+            section[name] = path.startswith(precision)
+            ledger.note(path, "assumed", f"auto: {_why_precision(precision, hints)}", section[name])
+        elif path.startswith("zero_optimization.") and name in _SIZES:
+            _size(section, name, path, hints, ledger)
+        elif path == "optimizer.params.lr" and hints.learning_rate is not None:
+            section[name] = hints.learning_rate
+            ledger.note(path, "assumed", "auto: the learning rate of the program's optimizer", section[name])
+        elif path == "scheduler.params.total_num_steps" and hints.total_steps is not None:
+            section[name] = hints.total_steps
+            ledger.note(path, "assumed", "auto: the steps of the whole run", section[name])
+        elif path == "scheduler.params.warmup_num_steps":
+            section[name] = 0
+            ledger.note(path, "assumed", "auto: no warm-up", 0)
+        elif path == "scheduler.params.warmup_max_lr":
+            section[name] = None
+            ledger.note(path, "assumed", "auto: the optimizer's learning rate")
+        else:
+            del section[name]
+            if path in _NEEDED:
+                unresolved.append(path)
+            else:
+                ledger.note(path, "assumed", "auto: its default")
+    return unresolved
+
+
+def refuse_auto(paths: list[str], ledger: Ledger) -> None:
+    """One problem for each path that stays "auto"."""
+    for path in paths:
+        ledger.problem(path, f'is "auto", which nothing here decides: {_NEEDED[path]}')
+
+
+def defer_auto(paths: list[str], ledger: Ledger) -> None:
+    """One note for each path that the program will decide."""
+    for path in paths:
+        ledger.note(path, "assumed", "auto: left to the program, which must fill it in")
+
+
+def _autos(section: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    for name, value in section.items():
+        place = f"{path}.{name}".lstrip(".")
+        if isinstance(value, dict):
+            yield from _autos(value, place)
+        elif value == AUTO:
+            yield section, name, place
+
+
+def choose_precision(data: dict[str, Any], hints: AutoHints) -> str:
+    """What "auto" means in the sections fp16 and bf16: fp32, bf16 or fp16.
+
+    bf16 wherever the device computes in it; fp16 is not supported yet, so it is never chosen.
+    """
+    wanted = {name for name in ("fp16", "bf16") if _enabled(data, name) == AUTO}
+    settled = {name for name in ("fp16", "bf16") if _enabled(data, name) is True}
+    if settled or "bf16" not in wanted:
+        return "fp32"
+    able = hints.bf16_supported if hints.bf16_supported is not None else hints.device == "cuda"
+    return "bf16" if able else "fp32"
+
+
+def _enabled(data: dict[str, Any], name: str) -> Any:
+    section = data.get(name)
+    return section.get("enabled") if isinstance(section, dict) else None
+
+
+def _why_precision(precision: str, hints: AutoHints) -> str:
+    if precision == "bf16":
+        return "the device computes in bf16"
+    return f"{precision} on {hints.device or 'an unknown device'}"
+
+
+def _size(section: dict[str, Any], name: str, path: str, hints: AutoHints, ledger: Ledger) -> None:
+    formula: Callable[[int], int] = _SIZES[name]
+    if hints.hidden_size:
+        section[name] = formula(hints.hidden_size)
+        ledger.note(path, "assumed", f"auto: from the hidden size {hints.hidden_size}", section[name])
+    else:
+        del section[name]
+        ledger.note(path, "assumed", "auto: its default; it is an upper bound, the model sets the real size")

@@ -1,0 +1,90 @@
+"""load_config: from what the user wrote to a Config, or to every reason why not, in one error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zrun_runtime.config.auto import defer_auto, refuse_auto, resolve_auto
+from zrun_runtime.config.batch import BatchSizes, resolve_batch
+from zrun_runtime.config.effects import report
+from zrun_runtime.config.hints import AutoHints
+from zrun_runtime.config.migrate import modernise
+from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.optimizers import read_optimizer, read_scheduler
+from zrun_runtime.config.resolved import Config
+from zrun_runtime.config.rules import check_rules, precision_of
+from zrun_runtime.config.schema import Document
+from zrun_runtime.config.source import read_source
+from zrun_runtime.config.unknown import drop_unknown
+from zrun_runtime.config.validate import validate
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    auto: AutoHints | None = None,
+    strict: bool = False,
+    defer: bool = False,
+) -> Config:
+    """Read a config and resolve everything in it.
+
+    Args:
+        source: path of a JSON or YAML file, dict (never changed), or JSON text in base64.
+        world_size: ranks of the job; without it and without a hint, the one that fits the batch keys, else 1.
+        auto: what "auto" is resolved from.
+        strict: refuse keys that are not known, rather than note them.
+        defer: leave an "auto" that nothing decides to the program (its key is then missing), rather than refuse it.
+
+    Raises:
+        ConfigError: the source cannot be read.
+        InvalidConfig: (a ConfigError) it asks for what cannot be; `problems` lists everything that is wrong.
+    """
+    hints = auto or AutoHints()
+    found = read_source(source)
+    ledger = Ledger(found.origin)
+    data = modernise(found, ledger)
+    drop_unknown(data, strict, ledger)
+    unresolved = resolve_auto(data, hints, ledger)
+    (defer_auto if defer else refuse_auto)(unresolved, ledger)
+    document = validate(data, ledger)
+    report(document, data, ledger)
+    check_rules(document, data, ledger)
+    batch = _batch(document, world_size or hints.world_size, hints.micro_batch, ledger)
+    optimizer = read_optimizer(document.optimizer, ledger)
+    scheduler = read_scheduler(document.scheduler, hints.total_steps, frozenset(unresolved), ledger)
+    ledger.raise_problems()
+    return Config(
+        world_size=batch.world_size,
+        train_batch_size=batch.total,
+        micro_batch_size=batch.micro,
+        accumulation_steps=batch.steps,
+        gradient_clipping=document.gradient_clipping,
+        steps_per_print=document.steps_per_print,
+        precision=precision_of(document),
+        zero=document.zero_optimization,
+        fp16=document.fp16,
+        bf16=document.bf16,
+        grad_accum_dtype=document.data_types.grad_accum_dtype,
+        communication_data_type=document.communication_data_type,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        prescale_gradients=document.prescale_gradients,
+        gradient_predivide_factor=document.gradient_predivide_factor,
+        gradient_allreduce_op=document.gradient_allreduce_op,
+        dataloader_drop_last=document.dataloader_drop_last,
+        wall_clock_breakdown=document.wall_clock_breakdown,
+        raw=found.data,
+        notes=tuple(ledger.notes),
+        origin=found.origin,
+    )
+
+
+def _batch(document: Document, world_size: int | None, micro_hint: int | None, ledger: Ledger) -> BatchSizes:
+    """The batch sizes. The hint is used where neither train_batch_size nor a micro batch is given."""
+    total, micro = document.train_batch_size, document.train_micro_batch_size_per_gpu
+    if total is None and micro is None:
+        micro = micro_hint
+    return resolve_batch(total, micro, document.gradient_accumulation_steps, world_size, ledger)

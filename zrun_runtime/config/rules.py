@@ -1,0 +1,48 @@
+"""What holds between keys: combinations that contradict themselves, and defaults that surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.resolved import Precision
+from zrun_runtime.config.schema import Document
+
+
+def precision_of(document: Document) -> Precision:
+    """The type of the parameters."""
+    if document.bf16.enabled:
+        return "bf16"
+    return "fp16" if document.fp16.enabled else "fp32"
+
+
+def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> None:
+    """Add a problem for each contradiction between keys, a note for each default one may not expect.
+
+    Args:
+        data: what the user gave, in today's spelling.
+    """
+    if document.fp16.enabled and document.bf16.enabled:
+        ledger.problem("bf16.enabled", "fp16 and bf16 cannot both be on: turn one off")
+    precision, wanted = precision_of(document), document.data_types.param_dtype
+    if wanted is not None and wanted != precision:
+        ledger.problem("data_types.param_dtype", f"is {wanted}, but fp16 and bf16 make the parameters {precision}")
+    zero = document.zero_optimization
+    for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if offload.device == "nvme" and not offload.nvme_path:
+            ledger.problem(f"zero_optimization.{name}.nvme_path", "is missing: device nvme needs a directory")
+    for path in _switched_on(document.compression_training, "compression_training"):
+        ledger.problem(path, "compression is not supported: set it to false, and use torchao")
+    if "gradient_clipping" not in data:
+        text = "not given: DeepSpeed's default; 0 turns clipping off"
+        ledger.note("gradient_clipping", "assumed", text, document.gradient_clipping)
+
+
+def _switched_on(section: dict[str, Any], path: str) -> Iterator[str]:
+    for name, value in section.items():
+        place = f"{path}.{name}"
+        if isinstance(value, dict):
+            yield from _switched_on(value, place)
+        elif name == "enabled" and value is True:
+            yield place

@@ -1,0 +1,49 @@
+"""Types and ranges: pydantic's findings in our words, all of them at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.schema import Document
+
+
+def validate(data: dict[str, Any], ledger: Ledger) -> Document:
+    """Read data. Each key at fault becomes a problem and is taken out of data; the rest is what is returned."""
+    while True:
+        try:
+            return Document.model_validate(data)
+        except ValidationError as error:
+            for fault in error.errors(include_url=False):
+                place = _take_out(data, fault["loc"])
+                ledger.problem(place, _sentence(fault))
+
+
+def _take_out(data: dict[str, Any], location: tuple[int | str, ...]) -> str:
+    """Remove the key that a fault is about. Its location may go on into a list or a choice of types."""
+    place: list[str] = []
+    for part in location:
+        name = str(part)
+        place.append(name)
+        if not isinstance(data.get(name), dict):
+            break
+        if len(place) < len(location):
+            data = data[name]
+    data.pop(place[-1], None)
+    return ".".join(place)
+
+
+def _sentence(fault: ErrorDetails) -> str:
+    value, kind = fault["input"], fault["type"]
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        text = 'must be a section ({"key": value, ...})'
+    elif kind.startswith("bool"):
+        text = "must be true or false"
+    elif kind == "missing":
+        return "is missing"
+    else:
+        text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{text}, not {value!r:.80}"

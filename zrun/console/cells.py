@@ -1,8 +1,8 @@
-"""The figures of the newest step as labelled cells, and which of them a narrow line keeps. Pure."""
+"""The figures of the newest step as labelled cells, and how they fit in a narrow place. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zrun.console import figures
 from zrun.console.progress import Progress
@@ -60,26 +60,42 @@ def cells(progress: Progress, name_rank: bool) -> list[Cell]:
     return row
 
 
-def fit(row: list[Cell], width: int) -> list[Cell]:
-    """`row` in at most `width` columns: brief values first, then without the least important cells. Never empty."""
-    if _total(row) > width:
-        row = [Cell(c.label, c.brief or c.value, c.importance, alarm=c.alarm) for c in row]
-    while len(row) > 1 and _total(row) > width:
-        least = min(row, key=lambda c: c.importance)
-        row = [c for c in row if c is not least]
-    return row
+def flow(row: list[Cell], width: int, lines: int) -> list[list[Cell]]:
+    """`row` in at most `lines` lines of `width` columns, in as few as it takes.
+
+    Where it does not fit, values become brief first, then the least important cells go. A last cell always stays.
+    """
+    brief = [replace(c, value=c.brief or c.value, brief="") for c in row]
+    for allowed in range(1, lines + 1):
+        for candidate in (row, brief):
+            flowed = _flowed(candidate, width)
+            if len(flowed) <= allowed:
+                return flowed
+    while len(brief) > 1 and len(_flowed(brief, width)) > lines:
+        brief.remove(min(brief, key=lambda c: c.importance))
+    return _flowed(brief, width)
 
 
-def _total(row: list[Cell]) -> int:
-    return sum(c.width for c in row) + GAP * (len(row) - 1)
+def _flowed(row: list[Cell], width: int) -> list[list[Cell]]:
+    lines: list[list[Cell]] = []
+    room = 0
+    for cell in row:
+        if not lines or cell.width > room:
+            lines.append([])
+            room = width
+        lines[-1].append(cell)
+        room -= cell.width + GAP
+    return lines
 
 
 def step_line(progress: Progress) -> str:
-    """The newest step as one plain line."""
-    parts = [f"step {step_label(progress)}", *(f"{c.label} {c.value}" for c in cells(progress, name_rank=False))]
-    if progress.seconds_left is not None:
-        parts.append(f"eta {figures.duration(progress.seconds_left)}")
-    return (" " * GAP).join(parts)
+    """The newest step as one line of words."""
+    step = f"step {step_label(progress)}"
+    left = progress.seconds_left
+    row = cells(progress, name_rank=False)
+    if left:
+        row.append(Cell("eta", figures.duration(left), 0))
+    return (" " * GAP).join([step, *(f"{c.label} {c.value}" for c in row)])
 
 
 def skipped_line(progress: Progress) -> str:

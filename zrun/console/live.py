@@ -25,13 +25,14 @@ PRINT_SECONDS = 0.1  # lines wait this long for others to be printed with
 BUFFER_LINES = 200
 BUFFER_CHARS = 64 * 1024
 MIN_BAR = 8  # columns
+FIGURE_LINES = 2
 
 _STYLES = {"info": "", "detail": "dim", "warning": "yellow", "error": "bold red"}
 _RANK_STYLES = ("cyan", "magenta", "blue", "green", "yellow", "bright_black")
 
 
 class LiveConsole(Narrator):
-    """Rows that scroll, above one or two that stay.
+    """Rows that scroll, above a few that stay.
 
     Args:
         terminal: for tests; else a rich console on `output`.
@@ -108,17 +109,19 @@ class LiveConsole(Narrator):
         self._print(line.append(text))
 
     def show_sentence(self, level: str, text: str) -> None:
-        self._print(Text("zrun: ", style="dim").append(text, style=_STYLES.get(level, "")))
+        self._print(Text.assemble(("zrun: ", "dim"), (text, _STYLES.get(level, ""))))
 
     def show_step(self, event: StepDone) -> None:
         self._stale = True
 
     def show_failure(self, words: FailureWords) -> None:
         if words.traceback:
-            self._print(Text(f"── {words.title} ──", style="red"))
+            self._print(Text())
+            self._print(Text(f"{words.title}:", style="red"))
             for line in words.traceback:
-                self._print(Text(line))
-        self._print(Text("zrun: ", style="dim").append(words.message, style="bold red"))
+                self._print(Text(f"  {line}"))
+        self._print(Text())
+        self._print(Text.assemble(("zrun: ", "dim"), (words.message, "bold red")))
         for remark in words.remarks:
             self._print(Text(f"      {remark}"))
         self._flush()
@@ -172,6 +175,7 @@ class StepRow:
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         width = max(1, options.max_width - 1)  # a full last column makes some terminals wrap
+        yield Text()  # keeps the scrolling lines at a distance
         for line in self._lines(width, options.ascii_only):
             line.truncate(width)
             line.no_wrap = True
@@ -183,12 +187,10 @@ class StepRow:
             return [self._waiting()]
         several = self._console.job is not None and self._console.job.world_size > 1
         row = [self._steady(cell) for cell in cells.cells(progress, name_rank=several)]
-        figures_line = Text()
-        for cell in cells.fit(row, width):
-            figures_line.append(" " * cells.GAP if figures_line else "")
-            figures_line.append(f"{cell.label} ", style="dim")
-            figures_line.append(cell.value, style="yellow" if cell.alarm else "bold" if cell.label == "loss" else "")
-        return [self._bar_line(width, ascii_only), figures_line]
+        lines = [self._bar_line(width, ascii_only)]
+        for flowed in cells.flow(row, width, FIGURE_LINES):
+            lines.append(Text(" " * cells.GAP).join(_figure(cell) for cell in flowed))
+        return lines
 
     def _waiting(self) -> Text:
         job = self._console.job
@@ -198,7 +200,7 @@ class StepRow:
     def _bar_line(self, width: int, ascii_only: bool) -> Text:
         """step 20/200 ━━━━╸───── 10%  eta 0:12, without what does not fit."""
         progress = self._console.progress
-        line = Text("step ", style="dim").append(cells.step_label(progress), style="bold not dim")
+        line = Text.assemble(("step ", "dim"), (cells.step_label(progress), "bold"))
         fraction, left = progress.fraction, progress.seconds_left
         if fraction is None:
             return line.append(f"  running {figures.duration(self._console.elapsed)}", style="dim")
@@ -212,8 +214,15 @@ class StepRow:
         return line.append(" " * cells.GAP).append("eta ", style="dim").append(eta.value)
 
     def _steady(self, cell: cells.Cell) -> cells.Cell:
+        if cell.value == figures.NOT_FINITE:
+            return cell  # rare, and too long to make room for it ever after
         place = self._widths[cell.label] = max(self._widths.get(cell.label, 0), len(cell.value))
         return cells.Cell(cell.label, cell.value.ljust(place), cell.importance, cell.brief, cell.alarm)
+
+
+def _figure(cell: cells.Cell) -> Text:
+    style = "yellow" if cell.alarm else "bold" if cell.label == "loss" else ""
+    return Text.assemble((f"{cell.label} ", "dim"), (cell.value, style))
 
 
 def bar(fraction: float, width: int, ascii_only: bool) -> Text:

@@ -39,7 +39,7 @@ def failure_words(failure: FailureReport) -> FailureWords:
         remarks.append(f"output: {failure.log_path} on {failure.host}")
     who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
     return FailureWords(
-        title=clean_line(f"{who}, at the end"),
+        title=clean_line(f"{who} ended with"),
         traceback=tuple(clean_lines(failure.traceback)),
         message=" ".join(clean_lines(message)),
         remarks=tuple(line for remark in remarks for line in clean_lines(remark)),

@@ -69,8 +69,3 @@ class StatePlan:
     def reduces_each_backward(self) -> bool:
         """Gradients do not stay whole between micro-batches."""
         return self.grads.layout is Layout.SHARDED
-
-    @property
-    def keeps_param_grads(self) -> bool:
-        """After a boundary backward `p.grad` is the reduced gradient, because every rank has all of it."""
-        return self.optimizer.layout is Layout.REPLICATED

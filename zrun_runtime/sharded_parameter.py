@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zrun_runtime.errors import ParameterError
 
@@ -38,11 +39,10 @@ class Owner(Protocol):
 class _Record:
     label: str  # the parameter's name in the model
     view: Tensor  # its full-size values; their storage is empty while it is sharded
-    blank: Tensor  # the placeholder
     owner: Owner
 
 
-_records: dict[int, _Record] = {}  # by id of the parameter
+_records = WeakIdKeyDictionary()  # parameter -> _Record; an entry goes when its parameter does
 
 _set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
 
@@ -76,46 +76,41 @@ class ShardedParameter(nn.Parameter):
             if name in _HARMLESS or prop in _HARMLESS_PROPERTIES:
                 return func(*args, **kwargs)
             if name in _OF_THE_VIEW:
-                return func(_records[id(args[0])].view, *args[1:], **kwargs)
+                return func(_records[args[0]].view, *args[1:], **kwargs)
         for parameter in _placeholders(args, kwargs):
-            record = _records[id(parameter)]
+            record = _records[parameter]
             if not record.owner.recall(parameter):
                 raise _unreadable(record.label, prop or name)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ShardedParameter({_records[id(self)].label!r}, shape={tuple(self.shape)}, values elsewhere)"
+        return f"ShardedParameter({_records[self].label!r}, shape={tuple(self.shape)}, values elsewhere)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _unreadable(_records[id(self)].label, "deepcopy")
+        raise _unreadable(_records[self].label, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _unreadable(_records[id(self)].label, "pickle")
+        raise _unreadable(_records[self].label, "pickle")
 
 
-def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> None:
-    """Manage a parameter whose full-size values are `view`; done once, before the two functions below."""
-    blank = torch.full((1,), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
-    _records[id(parameter)] = _Record(label, view, blank, owner)
+def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Tensor:
+    """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
+    _records[parameter] = _Record(label, view, owner)
+    return torch.full((1,), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
 
 
-def become_placeholder(parameter: nn.Parameter) -> None:
+def become_placeholder(parameter: nn.Parameter, blank: Tensor) -> None:
     """Take the values away. Their memory is the caller's to free."""
-    parameter.data = _records[id(parameter)].blank
+    parameter.data = blank
     parameter.__class__ = ShardedParameter
     torch.autograd.graph.increment_version(parameter)
 
 
-def become_readable(parameter: nn.Parameter, version: int) -> None:
+def become_readable(parameter: nn.Parameter, view: Tensor, version: int) -> None:
     """Show the values again, at the version that they had (see [Note: version guard])."""
     parameter.__class__ = nn.Parameter
-    parameter.data = _records[id(parameter)].view
+    parameter.data = view
     _set_version((parameter,), (version,))
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """The parameter is managed no longer."""
-    _records.pop(id(parameter), None)
 
 
 def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:
@@ -128,7 +123,7 @@ def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:
             waiting.extend(value)
         elif type(value) is ShardedParameter:
             found[id(value)] = value
-    return sorted(found.values(), key=lambda p: _records[id(p)].label)
+    return sorted(found.values(), key=lambda p: _records[p].label)
 
 
 def _unreadable(label: str, what: str) -> ParameterError:

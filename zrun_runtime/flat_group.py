@@ -1,0 +1,182 @@
+"""Parameters that communicate together: one flat buffer, one slice a rank, and the life cycle between the two.
+
+[Note: the five tensors of a group]
+- the parameters: what the model sees; `p.data` is a view into `full`, or a placeholder
+- full: (padded_numel,) param dtype; all values. At stages 0-2 it is permanent, and an all-gather lands in it in place
+- shard: (shard_numel,) param dtype; this rank's slice: of `full` itself, or of its own where `full` comes and goes
+- owned: what this rank's optimizer updates: the shard, or all of `full` where optimizer state is replicated
+- master: `owned` itself in fp32, a copy in fp32 of 16-bit values; the optimizer's parameter is this tensor
+so master -> owned is a cast (or nothing) and owned -> full an all-gather (or nothing).
+
+[Note: why storage is resized]
+Autograd keeps views of `full` alive from forward to backward. Dropping our reference would therefore free nothing, so
+its storage is resized to zero and back: every saved view sees the regathered values again. Reads in between are caught
+by the placeholders and the version guard (sharded_parameter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zrun_runtime.collectives import Collectives, Pending
+from zrun_runtime.layout import Layout, lay_out
+from zrun_runtime.plan import StatePlan
+from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable
+
+
+class Residence(Enum):
+    """Where a group's full values are, and what memory that costs on this rank."""
+
+    SHARDED = "sharded"  # the shard alone
+    GATHERING = "gathering"  # the shard, and a full buffer that is being filled
+    UNSHARDED = "unsharded"  # the shard and the full buffer; parameters can be read
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Which parameters make a group: one dtype, one device, one requires_grad, one optimizer group."""
+
+    label: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    optimizer_group: int | None  # None: no optimizer updates them
+    keep_full: bool = False  # too small to be worth gathering: full between uses, whatever the plan says
+
+
+class FlatGroup:
+    """See the notes above. Built on every rank in the same order; takes rank 0's values."""
+
+    def __init__(self, spec: GroupSpec, plan: StatePlan, collectives: Collectives, owner: Owner) -> None:
+        self.spec = spec
+        self.collectives = collectives
+        first = spec.parameters[0]
+        world = collectives.world
+        self.comes_and_goes = plan.shards_params and not spec.keep_full and world.size > 1
+        self.layout = lay_out([p.numel() for p in spec.parameters], first.element_size(), world.size)
+        self.full = torch.empty(self.layout.padded_numel, dtype=first.dtype, device=first.device)
+        self.views = self._take_over(spec.parameters)
+        start, stop = self.layout.shard_bounds(world.rank)
+        self.shard = self.full[start:stop].clone() if self.comes_and_goes else self.full[start:stop]
+        self.owned = self.shard if plan.shards_optimizer else self.full
+        self.master = self._make_master()
+        self.ticket = collectives.register(f"a gather of {spec.label}")
+        self.residence = Residence.UNSHARDED
+        self._pending = Pending()
+        self._versions = [p._version for p in spec.parameters]
+        if self.comes_and_goes:
+            self._blanks = [adopt(p, n, v, owner) for p, n, v in zip(spec.parameters, spec.names, self.views, strict=True)]
+            self.reshard()
+
+    def _take_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Move the values into the buffer, take rank 0's, and make each parameter a view of its place."""
+        for start, stop in self.layout.gaps():
+            self.full[start:stop].zero_()
+        views = []
+        for parameter, offset in zip(parameters, self.layout.offsets, strict=True):
+            views.append(view_like(self.full, parameter, offset))
+            views[-1].copy_(parameter.detach())
+        self.collectives.broadcast(self.full)
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.data = view
+        return views
+
+    def _make_master(self) -> nn.Parameter | None:
+        if self.spec.optimizer_group is None:
+            return None
+        exact = self.owned.dtype in (torch.float32, torch.float64)
+        return nn.Parameter(self.owned if exact else self.owned.float())
+
+    # ---- parameters: SHARDED <-> UNSHARDED
+
+    def start_unshard(self) -> None:
+        """Begin to gather the values; nothing if they are here or on their way."""
+        if self.residence is Residence.SHARDED:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+            self.residence = Residence.GATHERING
+            self._pending = self.collectives.checked_all_gather(self.full, self.shard, self.ticket)
+
+    def unshard(self) -> None:
+        """Make the parameters readable.
+
+        Raises:
+            RanksDivergedError: another rank is gathering something else.
+        """
+        self.start_unshard()
+        if self.residence is Residence.GATHERING:
+            self._pending.wait()
+            self.residence = Residence.UNSHARDED
+            for parameter, view, version in zip(self.spec.parameters, self.views, self._versions, strict=True):
+                become_readable(parameter, view, version)
+
+    def reshard(self) -> None:
+        """Free the full values. What was written into them since `unshard` is lost; see `store`."""
+        if not self.comes_and_goes or self.residence is Residence.SHARDED:
+            return
+        if self.residence is Residence.GATHERING:
+            self._pending.wait()  # its memory cannot be freed while it is being written
+        else:
+            self._versions = [p._version for p in self.spec.parameters]
+            for parameter, blank in zip(self.spec.parameters, self._blanks, strict=True):
+                become_placeholder(parameter, blank)
+        self.full.untyped_storage().resize_(0)
+        self.residence = Residence.SHARDED
+
+    # ---- values: master -> owned -> full
+
+    def publish(self) -> Pending:
+        """Show the updated master weights to the model. `wait()` on the result before a parameter is read."""
+        if self.master is not None and self.master.dtype is not self.owned.dtype:
+            self.owned.copy_(self.master.detach())
+        if self.comes_and_goes:
+            self._versions = [version + 1 for version in self._versions]
+            return Pending()
+        torch.autograd.graph.increment_version(self.spec.parameters)
+        if self.owned is self.full:
+            return Pending()
+        return self.collectives.all_gather(self.full, self.shard)
+
+    def store(self, source: int | None = None) -> None:
+        """Take edits of the full values into shard and master.
+
+        source: the rank whose edits count; None: every rank keeps what it wrote into its own slice.
+        """
+        if source is not None:
+            self.collectives.broadcast(self.full, source)
+        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
+        if self.comes_and_goes:
+            self.shard.copy_(self.full[start:stop])
+        if self.master is not None and self.master.dtype is not self.owned.dtype:
+            self.master.detach().copy_(self.owned)
+
+    @property
+    def wanted_grads(self) -> Layout:
+        """How this group's reduced gradients are laid out."""
+        return Layout.REPLICATED if self.owned is self.full and self.layout.world_size > 1 else Layout.SHARDED
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that this rank holds now, by kind of state."""
+        params = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.comes_and_goes else 0)
+        own_master = self.master is not None and self.master.dtype is not self.owned.dtype
+        return {"params": params, "master": self.master.nbytes if self.master is not None and own_master else 0}
+
+
+def view_like(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """The place of a parameter in a flat buffer, with the parameter's own strides where those are dense."""
+    if is_dense(parameter):
+        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.size())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Every element has a place of its own and there are no holes, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.size(), strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

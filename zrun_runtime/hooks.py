@@ -1,0 +1,327 @@
+"""Flat groups onto a module's forward and backward: who holds which group, and when a backward begins and ends.
+
+[Note: holding]
+A group is unsharded while someone holds it. A unit's forward holds its groups; so does its backward, from the gradient of
+its output to the gradient of its input. The end of the backward is found like this: the inputs of the call are replaced
+by views of themselves, whose gradients are computed after everything inside the unit, because autograd runs the nodes
+that are ready in the reverse order of their making. A unit whose inputs need no gradient is done when its last parameter
+has one. What is still unsharded at the end of the outermost backward is resharded then.
+
+An activation-checkpointed unit runs its forward again inside the backward: its groups are held by the backward already
+(or, under the reentrant kind, are about to be), so a forward inside a backward never reshards and nothing moves twice.
+
+[Note: the ends of a backward]
+A reentrant checkpoint runs a backward inside the backward, and autograd's final callbacks run at the end of the inner one
+too. So the outermost is known by its first event: the gradient of the model's output, which only the outermost brings.
+`Engine.backward` does not need the callback at all: it knows when its own call returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from zrun_runtime.flat_group import FlatGroup, Residence
+from zrun_runtime.grouping import Unit
+from zrun_runtime.reducer import GradReducer
+from zrun_runtime.tree import tensors_in
+
+
+def in_backward() -> bool:
+    """This thread is inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Call:
+    """One forward of a unit that a backward may follow."""
+
+    __slots__ = ("closed", "marked", "opened", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.marked = False  # an input's gradient will tell the end of its backward
+        self.opened = self.closed = False
+
+
+class ShardHolder:
+    """Unshards and reshards the groups of units around their use; see [Note: holding]."""
+
+    def __init__(self, units: Sequence[Unit], groups: Sequence[FlatGroup], prefetch_numel: int) -> None:
+        self.groups = [group for group in groups if group.comes_and_goes]
+        self.by_parameter = {id(p): g for g in self.groups for p in g.spec.parameters}
+        self.prefetch_numel = prefetch_numel
+        self.root_depth = 0  # forwards of the whole model under way
+        self.on_backward: Callable[[], None] = lambda: None  # a backward reached one of our units
+        self._holders: Counter[FlatGroup] = Counter()
+        self._pinned: Counter[FlatGroup] = Counter()  # held by the user, through forwards and backwards
+        self._keep: set[FlatGroup] = set()  # not resharded before the next backward ends
+        self._strays: list[FlatGroup] = []  # held until the end of the model's forward
+        self._forward_order = _Successors()
+        self._backward_order = _Successors()
+        self._open: list[_Call] = []
+        self._calls: dict[Unit, list[_Call]] = {}
+        self._last_unit: Unit | None = None  # whose forward ended last, in the last forward of the model
+        self._handles: list[Any] = []
+        for unit in units:
+            unit.groups = list(dict.fromkeys(
+                self.by_parameter[id(p)] for p in unit.parameters.values() if id(p) in self.by_parameter
+            ))  # fmt: skip
+            if unit.groups:
+                self._hook(unit)
+
+    def _hook(self, unit: Unit) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            module._forward_hooks.move_to_end(handle.id)  # hooks added since then still see the values
+            return self._before_forward(unit, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._after_forward(unit, output)
+
+        handle = unit.module.register_forward_hook(after, always_call=True)
+        self._handles += [unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), handle]
+        self._calls[unit] = []
+
+    # ---- holding
+
+    def hold(self, groups: Sequence[FlatGroup]) -> None:
+        """Unshard groups and keep them so until `release`."""
+        self._holders.update(groups)
+        for group in groups:
+            group.start_unshard()
+        for group in groups:
+            group.unshard()
+
+    def release(self, groups: Sequence[FlatGroup], reshard: bool = True) -> None:
+        """Let go of groups that were held, and reshard those that nobody holds."""
+        for group in groups:
+            self._holders[group] -= 1
+            if reshard and self._holders[group] <= 0 and group not in self._keep and not self._pinned[group]:
+                group.reshard()
+
+    def pin(self, groups: Sequence[FlatGroup]) -> None:
+        """Unshard groups until `unpin`, whatever forwards and backwards do in between."""
+        self._pinned.update(groups)
+        self.hold(groups)
+
+    def unpin(self, groups: Sequence[FlatGroup]) -> None:
+        """The user is done with them."""
+        self._pinned.subtract(groups)
+        self.release(groups)
+
+    def recall(self, parameter: nn.Parameter) -> bool:
+        """A parameter is read by a module that did not bring it: right inside a forward or backward of the model."""
+        if not self.root_depth and not in_backward():
+            return False
+        group = self.by_parameter[id(parameter)]
+        self.hold([group])
+        self._strays.append(group)
+        if torch.is_grad_enabled() or in_backward():
+            self._keep.add(group)
+        return True
+
+    # ---- forward
+
+    def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        self._calls[unit].append(_Call(unit))
+        self.hold(unit.groups)
+        if not in_backward():
+            self._prefetch(self._forward_order.after(unit))
+        if not torch.is_grad_enabled() or not _needs_weights_in_backward(unit.module):
+            return None
+        return self._mark_inputs(self._calls[unit][-1], args, kwargs)
+
+    def _mark_inputs(self, call: _Call, args: Any, kwargs: Any) -> Any:
+        """Replace inputs that need gradients by views whose gradients tell the end of the call's backward."""
+        marked: dict[int, Tensor] = {}
+
+        def mark(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            if id(value) not in marked:
+                marked[id(value)] = view = value.view_as(value)
+                view.register_hook(lambda grad: self._close(call))
+                call.marked = True
+            return marked[id(value)]
+
+        return tuple(mark(a) for a in args), {key: mark(value) for key, value in kwargs.items()}
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        call = self._calls[unit].pop()
+        awaits_backward = self._hook_outputs(call, output) if torch.is_grad_enabled() else False
+        if not in_backward() and self.root_depth:
+            keep = awaits_backward and unit is self._last_unit
+            self._forward_order.ended = unit
+        else:
+            keep = awaits_backward and in_backward()
+        self.release(unit.groups, reshard=not keep)
+
+    def _hook_outputs(self, call: _Call, output: Any) -> bool:
+        """Ask to be told when the backward reaches this call; says whether it will."""
+        if not _needs_weights_in_backward(call.unit.module):
+            return False
+        found = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: self._open_call(call))
+                found = True
+        if not found and output is not None and not isinstance(output, Tensor) and not list(tensors_in(output)):
+            self._keep.update(call.unit.groups)  # an output that cannot be looked into: stay until the backward ended
+        return found
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None and unit.numel <= self.prefetch_numel:
+            for group in unit.groups:
+                group.start_unshard()
+
+    # ---- backward
+
+    def _open_call(self, call: _Call) -> None:
+        self.on_backward()
+        if call.opened:
+            return
+        call.opened = True
+        self._open.append(call)
+        self.hold(call.unit.groups)
+        self._prefetch(self._backward_order.after(call.unit))
+
+    def _close(self, call: _Call) -> None:
+        if call.opened and not call.closed:
+            call.closed = True
+            self._open.remove(call)
+            self.release(call.unit.groups)
+
+    def complete(self, group: FlatGroup) -> None:
+        """The group's last gradient is there: calls that nothing else would close are done with it."""
+        for call in [c for c in self._open if not c.marked and group in c.unit.groups]:
+            self._close(call)
+
+    # ---- the model's forward and backward as a whole
+
+    def begin_forward(self) -> None:
+        """The model's forward begins; what an earlier one left is put away."""
+        self.root_depth += 1
+        if self.root_depth == 1 and not in_backward():
+            self.reset()
+            self._forward_order.restart()
+
+    def end_forward(self) -> None:
+        """The model's forward is over, well or not."""
+        self.root_depth -= 1
+        if self.root_depth == 0:
+            strays, self._strays = self._strays, []
+            self.release(strays)
+            if not in_backward():
+                self._last_unit = self._forward_order.ended
+                if not torch.is_grad_enabled():
+                    self.reset()  # no backward will come and put away what was fetched ahead
+
+    def reset(self) -> None:
+        """Reshard everything that no forward holds: at the end of a backward, and after an exception."""
+        self._keep.clear()
+        self._open.clear()
+        self._strays.clear()
+        self._holders.clear()
+        self._backward_order.restart()
+        for group in self.groups:
+            if not self._pinned[group]:
+                group.reshard()
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing is unsharded."""
+        return all(group.residence is Residence.SHARDED for group in self.groups)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Successors:
+    """Which unit came after which, the last time; the guess for the next time."""
+
+    def __init__(self) -> None:
+        self._next: dict[Unit, Unit] = {}
+        self._previous: Unit | None = None
+        self.ended: Unit | None = None
+
+    def after(self, unit: Unit) -> Unit | None:
+        """The unit that is likely to follow; remembers that `unit` is here now."""
+        if self._previous is not None:
+            self._next[self._previous] = unit
+        self._previous = unit
+        return self._next.get(unit)
+
+    def restart(self) -> None:
+        """A new pass begins."""
+        self._previous = None
+
+
+class ModelHooks:
+    """The hooks on the model as a whole: when a backward begins and ends, and the last word after an exception."""
+
+    def __init__(self, model: nn.Module, holder: ShardHolder, reducer: GradReducer) -> None:
+        self.holder, self.reducer = holder, reducer
+        self.driven = False  # Engine.backward runs the backward and will call end_backward itself
+        self._outer = -1  # autograd's number of the outermost backward under way; -1: none
+        self._nested = False  # other backwards ran inside it
+        holder.on_backward = reducer.on_gradient = self._note_backward
+        reducer.on_complete = holder.complete
+        self._handles = [
+            model.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, model: nn.Module, args: Any) -> None:
+        if self._outer != -1 and not in_backward():
+            self.abandon_backward()
+        self.reducer.stay_last()
+        self.holder.begin_forward()
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.holder.end_forward()
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_grad)
+
+    def _on_output_grad(self, grad: Tensor) -> None:
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        now = torch._C._current_graph_task_id()
+        if self._outer == -1:
+            self._outer = now
+            if not self.driven:
+                Variable._execution_engine.queue_callback(self.end_backward)
+        elif now != self._outer:
+            self._nested = True
+
+    def end_backward(self) -> None:
+        """The outermost backward is over."""
+        nested, self._nested, self._outer = self._nested, False, -1
+        self.reducer.finish_backward(nested)
+        self.holder.reset()
+
+    def abandon_backward(self) -> None:
+        """A backward ended with an exception: drop its gradients and reshard."""
+        self._nested, self._outer = False, -1
+        self.reducer.drop()
+        self.holder.reset()
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self.holder.remove()
+        self.reducer.remove()
+
+
+def _needs_weights_in_backward(module: nn.Module) -> bool:
+    """The backward of a lookup needs the indices alone."""
+    return type(module) is not nn.Embedding

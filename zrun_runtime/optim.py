@@ -1,0 +1,154 @@
+"""The sharded step: any element-wise torch optimizer on this rank's slices, group by group.
+
+[Note: one optimizer, one group at a time]
+The optimizer object and its `param_groups` dicts are the user's (schedulers hold them); only the lists of parameters in
+them become the groups' master weights. A step runs the optimizer once per flat group with that group's master alone in
+its list, so that the all-gather of one group flies while the next one updates. Hooks that the user registered on the
+optimizer's step run once per step, around all groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zrun_runtime.errors import ConfigError, EngineError
+from zrun_runtime.flat_group import FlatGroup
+
+ParamGroups = list[dict[str, Any]]
+
+
+def as_param_groups(parameters: Iterable[Any]) -> ParamGroups:
+    """What optimizers take: parameters, (name, parameter) pairs, or dicts of them, as a list of dicts."""
+    groups: ParamGroups = []
+    loose: list[nn.Parameter] = []
+    for item in parameters:
+        if isinstance(item, dict):
+            members = item["params"]
+            groups.append({**item, "params": [members] if isinstance(members, Tensor) else _unnamed(members)})
+        else:
+            loose += _unnamed([item])
+    return ([{"params": loose}] if loose else []) + groups
+
+
+def _unnamed(members: Iterable[Any]) -> list[nn.Parameter]:
+    return [item[1] if isinstance(item, tuple) else item for item in members]
+
+
+def group_numbers(groups: ParamGroups) -> dict[int, int]:
+    """id of each parameter -> number of its optimizer group."""
+    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+
+def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
+    """The torch.optim class `kind` on these groups, fused where it can be.
+
+    Raises:
+        ConfigError: no such class, or it does not take these options.
+    """
+    factory = getattr(torch.optim, kind, None)
+    if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.type: {kind!r} is not an optimizer of torch.optim")
+    if "fused" in inspect.signature(factory).parameters and "foreach" not in options:
+        options = {"fused": True, **options}
+    try:
+        return factory(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: torch.optim.{kind} refuses them: {error}") from error
+
+
+class ShardedOptimizer:
+    """See [Note: one optimizer, one group at a time]."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+        self.optimizer = optimizer
+        self.adopt(groups)
+
+    def adopt(self, groups: Sequence[FlatGroup]) -> None:
+        """Put the groups' master weights where the model's parameters were; existing state moves with them."""
+        self.groups = [group for group in groups if group.master is not None]
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        for number, options in enumerate(self.optimizer.param_groups):
+            mine = [g for g in self.groups if g.spec.optimizer_group == number]
+            options["params"] = [group.master for group in mine]
+            for group in mine:
+                sharded = _shard_state(group, state)
+                if sharded and group.master is not None:
+                    self.optimizer.state[group.master] = sharded
+
+    def step(self, reduced: Callable[[FlatGroup], Tensor], scale: float) -> None:
+        """Update every group with its reduced gradient times `scale`, and publish. All is readable on return."""
+        optimizer, options = self.optimizer, self.optimizer.param_groups
+        fused_scale = scale != 1.0 and self._scales_itself()
+        lists = [group["params"] for group in options]
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
+        published = []
+        try:
+            for hook in before.values():
+                hook(optimizer, (), {})
+            for group in options:
+                group["params"] = []
+            for group in self.groups:
+                published.append(self._update(group, reduced(group), scale, fused_scale).publish())
+            for pending in published:
+                pending.wait()
+        finally:
+            for group_options, members in zip(options, lists, strict=True):
+                group_options["params"] = members
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+        for hook in after.values():
+            hook(optimizer, (), {})
+
+    def _update(self, group: FlatGroup, grad: Tensor, scale: float, fused_scale: bool) -> FlatGroup:
+        optimizer, number = self.optimizer, group.spec.optimizer_group
+        if group.master is None or number is None:
+            raise EngineError(f"{group.spec.label}: no optimizer updates it")
+        if fused_scale:
+            optimizer.grad_scale = torch.full((), 1.0 / scale, device=grad.device)  # type: ignore[attr-defined]
+        elif scale != 1.0:
+            grad.mul_(scale)
+        group.master.grad = grad
+        options = optimizer.param_groups[number]
+        options["params"] = [group.master]
+        try:
+            optimizer.step()
+        finally:
+            options["params"] = []
+            group.master.grad = None
+            if fused_scale:
+                del optimizer.grad_scale
+        return group
+
+    def _scales_itself(self) -> bool:
+        """Fused kernels divide by a scale while they read the gradient, which saves a pass over it."""
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return fused and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+
+def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The state that the parameters of a group had, as the state of its master weights."""
+    known = [(index, state[p]) for index, p in enumerate(group.spec.parameters) if state.get(p)]
+    if not known or group.master is None:
+        return {}
+    rank = group.collectives.world.rank if group.owned is not group.full else 0
+    start = group.layout.shard_bounds(rank)[0]
+    sharded: dict[str, Any] = {}
+    for index, entries in known:
+        offset = group.layout.offsets[index] - start
+        for key, value in entries.items():
+            if not isinstance(value, Tensor) or value.shape != group.spec.parameters[index].shape or not value.dim():
+                sharded[key] = value
+                continue
+            whole = sharded.setdefault(key, torch.zeros_like(group.master, dtype=value.dtype).detach())
+            first, last = max(0, offset), min(whole.numel(), offset + value.numel())
+            if first < last:
+                flat = value.detach().as_strided((value.numel(),), (1,)) if value.is_contiguous() else value.reshape(-1)
+                whole[first:last] = flat[first - offset : last - offset]
+    return sharded

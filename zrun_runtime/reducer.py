@@ -1,0 +1,263 @@
+"""Gradients, from the moment autograd has one to the moment a group's reduced gradient is ready.
+
+[Note: the life of a gradient]
+A post-accumulate hook copies each gradient into its group's flat buffer, divided by the world size (so that sums over
+ranks are means), and drops `p.grad`. When the last one of a group is there the group is ready. Ready groups are reduced
+strictly in one order, the same on all ranks, so ranks that use different parameters still agree; a group that is not
+ready by the end of the backward is completed with zeros and reduced then.
+
+A plan that keeps whole gradients reduces at the accumulation boundary only, and the buffer stays between micro-batches;
+one that shards them reduces in every backward and adds slices up. A group may become dirty again after its reduction (a
+parameter shared by two reentrantly checkpointed regions): what arrives later is reduced again, and added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zrun_runtime.collectives import Collectives, Pending
+from zrun_runtime.errors import EngineError, ParameterError
+from zrun_runtime.flat_group import FlatGroup, view_like
+from zrun_runtime.layout import Layout
+from zrun_runtime.plan import StatePlan
+
+_NORM_BLOCK = 32768
+IN_FLIGHT = 2  # reductions under way at a time: one that moves and one that waits for a slower peer
+
+
+class GroupGrads:
+    """The gradient side of one group."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.group = group
+        self.buffer: Tensor | None = None  # (padded_numel,) accumulation dtype, PARTIAL: gradients not yet reduced
+        self.written: set[int] = set()  # parameters whose place in `buffer` holds a gradient
+        self.arrived: set[int] = set()  # parameters seen in this backward
+        self.reduced: Tensor | None = None  # mean over ranks, laid out as the group wants it
+        self.square_sum: Tensor | None = None  # () float64: of this rank's slice of `reduced`; None: to be computed
+
+    @property
+    def ready(self) -> bool:
+        """Every parameter of the group has been seen in this backward."""
+        return len(self.arrived) == len(self.group.spec.parameters)
+
+
+class GradReducer:
+    """See [Note: the life of a gradient]."""
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],  # trainable, in the order in which their gradients are expected
+        plan: StatePlan,
+        collectives: Collectives,
+        wire_dtype: torch.dtype | None,  # None: the parameters' own
+        accum_dtype: torch.dtype | None,  # None: the parameters' own
+    ) -> None:
+        self.order = [GroupGrads(group) for group in groups]
+        self.plan = plan
+        self.collectives = collectives
+        self.wire_dtype, self.accum_dtype = wire_dtype, accum_dtype
+        self.at_boundary: Callable[[], bool] = lambda: True
+        self.on_gradient: Callable[[], None] = lambda: None
+        self.on_complete: Callable[[FlatGroup], None] = lambda group: None
+        self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
+        self._next = 0  # the first group of `order` that was not launched in this backward
+        self._flying: list[tuple[GroupGrads, Tensor, Pending]] = []
+        self._agree = collectives.register("the end of a backward")
+        self._hooks = [
+            (parameter, parameter.register_post_accumulate_grad_hook(self._acceptor(grads, index)))
+            for grads in self.order
+            for index, parameter in enumerate(grads.group.spec.parameters)
+        ]
+
+    def _acceptor(self, grads: GroupGrads, index: int) -> Callable[[Tensor], None]:
+        def accept(parameter: Tensor) -> None:
+            self.accept(grads, index, parameter)
+
+        return accept
+
+    def accept(self, grads: GroupGrads, index: int, parameter: Tensor) -> None:
+        """Take `parameter.grad` over, and reduce what has become ready."""
+        self.on_gradient()
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return  # a custom Function gave none
+        self._write(grads, index, grad.detach())
+        if index not in grads.arrived:
+            grads.arrived.add(index)
+            self.arrival.append(grads.group.spec.parameters[index])
+            if grads.ready:
+                if self._reduces_now():
+                    self._launch_ready()
+                self.on_complete(grads.group)
+
+    def _reduces_now(self) -> bool:
+        return self.plan.reduces_each_backward or self.at_boundary()
+
+    def _write(self, grads: GroupGrads, index: int, grad: Tensor) -> None:
+        group, share = grads.group, 1.0 / self.collectives.world.size
+        if grad.layout is not torch.strided:
+            raise ParameterError(
+                f"{group.spec.names[index]}: its gradient is sparse, and a flat shard has no place for that",
+                "build the embedding with sparse=False",
+            )
+        if grads.buffer is None:
+            grads.buffer = self._new_buffer(group)
+            grads.written.clear()
+        place = view_like(grads.buffer, group.views[index], group.layout.offsets[index])
+        if index in grads.written:
+            place.add_(grad, alpha=share)
+        else:
+            torch.mul(grad, share, out=place) if place.dtype is grad.dtype else place.copy_(grad).mul_(share)
+            grads.written.add(index)
+
+    def _new_buffer(self, group: FlatGroup) -> Tensor:
+        buffer = torch.empty(
+            group.layout.padded_numel, dtype=self.accum_dtype or group.full.dtype, device=group.full.device
+        )
+        for start, stop in group.layout.gaps():
+            buffer[start:stop].zero_()
+        return buffer
+
+    # ---- reductions
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].ready:
+            self._launch(self.order[self._next])
+            self._next += 1
+
+    def _launch(self, grads: GroupGrads) -> None:
+        """Start to reduce what the group has; what is missing counts as zero."""
+        group = grads.group
+        full = grads.buffer if grads.buffer is not None else self._new_buffer(group)
+        for index, (offset, numel) in enumerate(zip(group.layout.offsets, group.layout.numels, strict=True)):
+            if grads.buffer is None or index not in grads.written:
+                full[offset : offset + numel].zero_()
+        grads.buffer = None
+        grads.written.clear()
+        if self.wire_dtype is not None and full.dtype is not self.wire_dtype:
+            full = full.to(self.wire_dtype)
+        while len(self._flying) >= IN_FLIGHT:
+            self._land()
+        accumulate = grads.reduced is not None
+        if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:
+            out = full
+        else:
+            out = grads.reduced if grads.reduced is not None else self._new_shard(group)
+        pending = self.collectives.reduce(full, group.wanted_grads, out, accumulate and out is not full)
+        self._flying.append((grads, out, pending))
+
+    def _new_shard(self, group: FlatGroup) -> Tensor:
+        master = group.master if group.master is not None else group.owned
+        return torch.empty(group.layout.shard_numel, dtype=master.dtype, device=master.device)
+
+    def _land(self) -> None:
+        """Finish the oldest reduction."""
+        grads, out, pending = self._flying.pop(0)
+        pending.wait()
+        if grads.reduced is None:
+            wanted = grads.group.master.dtype if grads.group.master is not None else out.dtype
+            grads.reduced = out.to(wanted)
+        elif grads.reduced is not out:
+            grads.reduced.add_(out)
+        grads.square_sum = square_sum(self._own_slice(grads)) if self.at_boundary() else None  # while it is in the cache
+
+    def _own_slice(self, grads: GroupGrads) -> Tensor:
+        """The part of a reduced gradient that this rank counts into the norm."""
+        reduced, layout = grads.reduced, grads.group.layout
+        if reduced is None:
+            raise EngineError(f"{grads.group.spec.label}: its gradients are not reduced yet")
+        if reduced.numel() == layout.shard_numel:
+            return reduced
+        start, stop = layout.shard_bounds(self.collectives.world.rank)
+        return reduced[start:stop]
+
+    def square_sum(self) -> float:
+        """The sum of squares of this rank's slices of all reduced gradients, in float64."""
+        sums = [
+            grads.square_sum if grads.square_sum is not None else square_sum(self._own_slice(grads))
+            for grads in self.order
+        ]
+        return float(torch.stack(sums).sum()) if sums else 0.0
+
+    # ---- the end of a backward, and of a step
+
+    def finish_backward(self, may_be_dirty: bool) -> None:
+        """Reduce what is left, if this backward reduces at all.
+
+        may_be_dirty: reentrant backwards ran inside this one, so ranks must agree on which groups go again.
+        """
+        if self._reduces_now():
+            while self._next < len(self.order):
+                self._launch(self.order[self._next])
+                self._next += 1
+            if may_be_dirty:
+                self._launch_dirty()
+            self._land_all()
+        self._next = 0
+        for grads in self.order:
+            grads.arrived.clear()
+
+    def finish_step(self) -> None:
+        """Before an update: every group has a reduced gradient, those put into `p.grad` by hand included."""
+        for grads in self.order:
+            self._take_over_foreign(grads)
+            if grads.reduced is None or grads.buffer is not None:
+                self._launch(grads)
+        self._land_all()
+
+    def _take_over_foreign(self, grads: GroupGrads) -> None:
+        for index, parameter in enumerate(grads.group.spec.parameters):
+            grad = parameter.grad
+            if grad is not None:
+                parameter.grad = None
+                self._write(grads, index, grad.detach())
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
+        self.collectives.release_scratch()
+
+    def _launch_dirty(self) -> None:
+        """Reduce again the groups that got more after their reduction, on any rank."""
+        dirty = [index for index, grads in enumerate(self.order) if grads.buffer is not None]
+        code = float(hash(tuple(dirty)) % (1 << 52))
+        heard = self.collectives.exchange(self._agree, (len(dirty), code)).wait()
+        same = bool((heard == heard[0]).all())
+        for index in dirty if same else range(len(self.order)):
+            self._launch(self.order[index])
+
+    def drop(self) -> None:
+        """Forget every gradient: after a step, or after an exception in the middle of a backward."""
+        for grads, _, pending in self._flying:
+            del grads
+            pending.wait()
+        self._flying.clear()
+        self._next = 0
+        for grads in self.order:
+            grads.buffer = grads.reduced = grads.square_sum = None
+            grads.written.clear()
+            grads.arrived.clear()
+        self.arrival.clear()
+
+    def stay_last(self) -> None:
+        """Let hooks that the user added to parameters run before ours."""
+        for parameter, hook in self._hooks:
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None and len(hooks) > 1:
+                hooks.move_to_end(hook.id)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def square_sum(values: Tensor) -> Tensor:
+    """The sum of squares as a () float64 tensor. Blocks in float32 keep its error near 1e-7 at the speed of memory."""
+    norms = torch._foreach_norm(values.split(_NORM_BLOCK))
+    return torch.stack(norms).double().square().sum()

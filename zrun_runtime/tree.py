@@ -1,0 +1,32 @@
+"""Finding tensors in whatever a module takes or returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_DEPTH = 6  # deeper than outputs nest, shallow enough never to walk into a model
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples, sets, mappings, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _PLAIN) or depth == 0:
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for item in list(vars(value).values()):
+            yield from tensors_in(item, depth - 1)

@@ -18,7 +18,7 @@ from rich.text import Text
 from zrun.console import cells, figures
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output
-from zrun.events import StepDone
+from zrun.events import StepDone, WorkerOutput
 from zrun.job import FailureReport, JobView
 
 PRINT_SECONDS = 0.1  # lines wait this long for others to be printed with
@@ -100,13 +100,20 @@ class LiveConsole(Narrator):
 
     # ---- how the words look ----
 
-    def show_line(self, host: str, rank: int, text: str) -> None:
-        prefix = self.prefix_of(host, rank)
+    def show_line(self, host: str, event: WorkerOutput, text: str) -> None:
+        prefix = self.prefix_of(host, event.rank)
         line = Text()
         if prefix:
-            line.append(prefix, style=_RANK_STYLES[rank % len(_RANK_STYLES)])
+            line.append(prefix, style=_RANK_STYLES[event.rank % len(_RANK_STYLES)])
             line.append(" " * (self.prefix_width - len(prefix) + 1))
-        self._print(line.append(text))
+        line.append(text)
+        if event.transient:
+            self._row.bar_of_worker = event.rank, event.stream, line
+            self._stale = True
+            return
+        if self._row.bar_of_worker and self._row.bar_of_worker[:2] == (event.rank, event.stream):
+            self._row.bar_of_worker = None
+        self._print(line)
 
     def show_sentence(self, level: str, text: str) -> None:
         self._print(Text.assemble(("zrun: ", "dim"), (text, _STYLES.get(level, ""))))
@@ -169,14 +176,18 @@ class StepRow:
     def __init__(self, console: LiveConsole) -> None:
         self._console = console
         self._widths: dict[str, int] = {}  # label -> widest value so far
+        self.bar_of_worker: tuple[int, str, Text] | None = None  # rank, stream, newest state of a script's own bar
 
     def reset(self) -> None:
         self._widths = {}
+        self.bar_of_worker = None
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         width = max(1, options.max_width - 1)  # a full last column makes some terminals wrap
         yield Text()  # keeps the scrolling lines at a distance
-        for line in self._lines(width, options.ascii_only):
+        script = [self.bar_of_worker[2].copy()] if self.bar_of_worker else []
+        for line in script + self._lines(width, options.ascii_only):
+            line.expand_tabs(8)
             line.truncate(width)
             line.no_wrap = True
             yield line
@@ -211,7 +222,9 @@ class StepRow:
             line.append(" " * cells.GAP).append_text(bar(fraction, room, ascii_only))
         if room >= -cells.GAP:
             line.append(" " * cells.GAP + percent)
-        return line.append(" " * cells.GAP).append("eta ", style="dim").append(eta.value)
+        if len(line) + cells.GAP + eta.width <= width:
+            line.append(" " * cells.GAP).append_text(_figure(eta))
+        return line
 
     def _steady(self, cell: cells.Cell) -> cells.Cell:
         if cell.value == figures.NOT_FINITE:

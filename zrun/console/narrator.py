@@ -66,8 +66,8 @@ class Narrator:
 
     # ---- the words, made by whoever shows them ----
 
-    def show_line(self, host: str, rank: int, text: str) -> None:
-        """One line of a worker."""
+    def show_line(self, host: str, event: events.WorkerOutput, text: str) -> None:
+        """One line of a worker. `text` is the event's, made harmless."""
         raise NotImplementedError
 
     def show_sentence(self, level: str, text: str) -> None:
@@ -105,7 +105,7 @@ class Narrator:
 
     def handle(self, host: str, event: events.Event) -> None:
         if isinstance(event, events.WorkerOutput):
-            self.show_line(host, event.rank, clean_line(event.text))
+            self.show_line(host, event, clean_line(event.text))
         elif isinstance(event, events.StepDone):
             self._step(event)
         elif isinstance(event, events.MemoryUsed):

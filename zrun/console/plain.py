@@ -5,7 +5,7 @@ from __future__ import annotations
 from zrun.console import cells
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output
-from zrun.events import StepDone
+from zrun.events import StepDone, WorkerOutput
 
 _MARKS = {"info": "", "detail": "", "warning": "warning: ", "error": "error: "}
 
@@ -23,8 +23,8 @@ class PlainConsole(Narrator):
     def close(self, exit_code: int) -> None:
         self._output.flush()
 
-    def show_line(self, host: str, rank: int, text: str) -> None:
-        prefix = self.prefix_of(host, rank)
+    def show_line(self, host: str, event: WorkerOutput, text: str) -> None:
+        prefix = self.prefix_of(host, event.rank)
         self._write(f"{prefix} {text}" if prefix else text)
 
     def show_sentence(self, level: str, text: str) -> None:

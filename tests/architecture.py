@@ -112,14 +112,14 @@ def module_of(target: str, names: Iterable[str]) -> str | None:
     return max(candidates, key=len, default=None)
 
 
-def unit_of(name: str, levels: Mapping[str, int]) -> str | None:
+def unit_of(name: str, levels: Mapping[str, float]) -> str | None:
     """The row of the levels table that `name` belongs to; a package root stands for itself alone."""
     rows = [r for r in levels if name == r or ("." in r and name.startswith(r + "."))]
     return max(rows, key=len, default=None)
 
 
 def check_levels(
-    modules: list[Module], levels: Mapping[str, int], sideways: Mapping[tuple[str, str], str]
+    modules: list[Module], levels: Mapping[str, float], sideways: Mapping[tuple[str, str], str]
 ) -> list[Finding]:
     """Modules without a level, and imports that do not lead to a lower one (or stay in their own row)."""
     names = [m.name for m in modules]

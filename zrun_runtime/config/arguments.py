@@ -9,7 +9,7 @@ from typing import Any
 
 from zrun_runtime.config.keys import as_number, as_whole
 from zrun_runtime.config.names import nearest
-from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.notes import Ledger, shown
 
 Check = Callable[[Any], Any]
 
@@ -119,5 +119,5 @@ def read_arguments(
         try:
             result[name] = known[name].check(value)
         except ValueError as error:
-            ledger.problem(f"{path}.{name}", f"{error}, not {value!r}")
+            ledger.problem(f"{path}.{name}", f"{error}, not {shown(value)}")
     return result

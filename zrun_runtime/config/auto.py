@@ -120,6 +120,9 @@ def _size(section: dict[str, Any], name: str, path: str, hints: AutoHints, ledge
     if hints.hidden_size:
         section[name] = formula(hints.hidden_size)
         ledger.note(path, "assumed", f"auto: from the hidden size {hints.hidden_size}", section[name])
+    elif hints.model_numel and name.endswith("bucket_size"):
+        section[name] = hints.model_numel
+        ledger.note(path, "assumed", "auto: the whole model; it is an upper bound", section[name])
     else:
         del section[name]
-        ledger.note(path, "assumed", "auto: its default; it is an upper bound, the model sets the real size")
+        ledger.note(path, "assumed", "auto: its default; it is an upper bound")

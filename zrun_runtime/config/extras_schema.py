@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from zrun_runtime.config.keys import UNSUPPORTED, Float, Int, Section, key
+from zrun_runtime.config.keys import UNSUPPORTED, Count, Number, Section, Size, SizeOrMinusOne, key
 
 NO_MONITORS = "monitors are not built yet: the console and its --json events hold the numbers"
 
@@ -21,10 +21,10 @@ class OpenConfig(Section):
 
 
 class AioConfig(Section):
-    block_size: Int = Field(1_048_576, ge=1)  # bytes
-    queue_depth: Int = Field(8, ge=1)
-    intra_op_parallelism: Int = Field(1, ge=1)
-    thread_count: Int = Field(1, ge=1)
+    block_size: Count = 1_048_576  # bytes
+    queue_depth: Count = 8
+    intra_op_parallelism: Count = 1
+    thread_count: Count = 1
     single_submit: bool = False
     overlap_events: bool = True
     use_gds: bool = False
@@ -34,7 +34,7 @@ class ActivationCheckpointingConfig(Section):
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
     cpu_checkpointing: bool = False
-    number_checkpoints: Int | None = Field(None, ge=1)
+    number_checkpoints: Count | None = None
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
 
@@ -71,7 +71,7 @@ class WandbConfig(Section):
 
 class CometConfig(Section):
     enabled: bool = False
-    samples_log_interval: Int = Field(100, ge=1)
+    samples_log_interval: Count = 100
     project: str | None = None
     workspace: str | None = None
     api_key: str | None = None
@@ -83,10 +83,10 @@ class CometConfig(Section):
 
 class FlopsProfilerConfig(Section):
     enabled: bool = False
-    recompute_fwd_factor: Float = Field(0.0, ge=0)
-    profile_step: Int = Field(1, ge=0)
-    module_depth: Int = Field(-1, ge=-1)
-    top_modules: Int = Field(1, ge=0)
+    recompute_fwd_factor: Number = 0.0
+    profile_step: Size = 1
+    module_depth: SizeOrMinusOne = -1
+    top_modules: Size = 1
     detailed: bool = True
     output_file: str | None = None
 
@@ -120,7 +120,7 @@ class TorchAutocastConfig(OpenConfig):
 
 
 class TensorParallelConfig(OpenConfig):
-    autotp_size: Int = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", harmless=(1,), ge=0)
+    autotp_size: Size = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", harmless=(1,))
 
 
 class ExpertParallelConfig(OpenConfig):

@@ -40,7 +40,6 @@ def key(
     alias: str | None = None,
     stages: tuple[int, ...] = (),
     harmless: tuple[Any, ...] = (),
-    **limits: Any,
 ) -> Any:
     """Declare a key: see the module's docstring.
 
@@ -50,7 +49,7 @@ def key(
         harmless: values of an UNSUPPORTED key that are taken beside its default.
     """
     extra: dict[str, Any] = {"effect": effect, "stages": list(stages), "harmless": list(harmless)}
-    return Field(default, alias=alias, description=sentence, json_schema_extra=extra, **limits)
+    return Field(default, alias=alias, description=sentence, json_schema_extra=extra)
 
 
 def section(kind: type[Section], effect: Effect = HONOURED, sentence: str = "", stages: tuple[int, ...] = ()) -> Any:
@@ -134,8 +133,12 @@ def as_whole(value: Any) -> int:
     return number
 
 
-Int = Annotated[int, BeforeValidator(as_whole)]
-Float = Annotated[float, BeforeValidator(as_number), Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(as_whole)]
+Size = Annotated[int, Field(ge=0), BeforeValidator(as_whole)]
+SizeOrMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(as_whole)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(as_number)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(as_number)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(as_number)]
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 

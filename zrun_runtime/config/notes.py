@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,6 +10,15 @@ from typing import Any, Literal
 from zrun_runtime.errors import ConfigError
 
 NoteKind = Literal["honoured", "no_effect", "assumed", "migrated", "unknown"]
+
+
+def shown(value: Any) -> str:
+    """A value as the config spells it, cut short if it is long."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Ledger:
 
     def note(self, path: str, kind: NoteKind, text: str, value: Any = None) -> None:
         self.notes.append(Note(path, kind, text, value))
+
+    def is_assumed(self, path: str) -> bool:
+        """Whether it was said already what is taken for this key."""
+        return any(note.path == path and note.kind == "assumed" for note in self.notes)
 
     def problem(self, path: str, text: str) -> None:
         self.problems.append(Problem(path, text))

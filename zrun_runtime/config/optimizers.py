@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
     "Adadelta": {"lr": argument(number(), 1.0), "rho": Argument(number(0, 1)), "eps": _EPS, "weight_decay": _DECAY},
 }
 
-_COMPRESSED = "compressed communication changes the result and is not supported: use AdamW"
+_COMPRESSED = "sends compressed gradients, which changes the result: use AdamW"
 _WHOLE_MATRICES = "needs whole matrices, which no rank has when they are sharded: use AdamW"
 _REFUSED = {
     "lamb": "is not supported yet: use AdamW",
@@ -118,9 +118,15 @@ def read_optimizer(section: OptimizerSection | None, ledger: Ledger) -> Optimize
     if name in ("Adam", "AdamW"):
         name = _adam_kind(name, given, ledger)
     params = read_arguments(section.type, given, OPTIMIZERS[name], _PARAMS, ledger)
-    if section.type.lower() == "adam" and name == "AdamW" and params.get("weight_decay"):
-        ledger.note("optimizer.type", "honoured", 'Adam decays weights as AdamW does; "adam_w_mode": false changes it')
+    ledger.note("optimizer.type", "honoured", _about_type(section.type, name), name)
+    _tell_of_arguments(_PARAMS, params, section.params, ledger)
     return OptimizerConfig(name, params)
+
+
+def _about_type(given: str, name: str) -> str:
+    if given.lower() == name.lower():
+        return "the optimizer; one given to initialize() goes first"
+    return f'{given} decays weights as {name} does, unless "adam_w_mode" is false'
 
 
 def _adam_kind(name: str, given: dict[str, Any], ledger: Ledger) -> str:
@@ -219,6 +225,7 @@ def read_scheduler(
             known = (*SCHEDULERS, *TORCH_SCHEDULERS)
             ledger.problem("scheduler.type", _unknown("schedule", section.type, known))
             return None
+        _tell_of_schedule(torch_name, section.params, section.params, ledger)
         return SchedulerConfig(torch_name, dict(section.params))
     known_arguments = SCHEDULERS[name]
     params = read_arguments(section.type, section.params, known_arguments, "scheduler.params", ledger)
@@ -232,7 +239,21 @@ def read_scheduler(
         else:
             ledger.problem(path, f"is missing: {section.type} cannot do without it")
     _tell_of_warm_up(name, section, params, ledger)
+    _tell_of_schedule(name, params, section.params, ledger)
     return SchedulerConfig(name, params)
+
+
+def _tell_of_arguments(path: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
+    for name, value in params.items():
+        if name in given and not ledger.is_assumed(f"{path}.{name}"):
+            ledger.note(f"{path}.{name}", "honoured", "as given", value)
+        elif name not in given and value is not None and not ledger.is_assumed(f"{path}.{name}"):
+            ledger.note(f"{path}.{name}", "assumed", "not given: its default", value)
+
+
+def _tell_of_schedule(name: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
+    ledger.note("scheduler.type", "honoured", "the schedule; one given to initialize() goes first", name)
+    _tell_of_arguments("scheduler.params", params, given, ledger)
 
 
 def _tell_of_warm_up(name: str, section: SchedulerSection, params: dict[str, Any], ledger: Ledger) -> None:

@@ -12,15 +12,19 @@ from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,
     UNSUPPORTED,
+    Count,
     DtypeName,
-    Float,
-    Int,
+    Number,
+    Positive,
     Section,
     as_number,
+    as_whole,
     key,
     section,
 )
 from zrun_runtime.config.zero_schema import ZeroConfig
+
+ScalePower = Annotated[int, Field(ge=0, le=1023), BeforeValidator(as_whole)]
 
 
 class Fp16Config(Section):
@@ -28,12 +32,12 @@ class Fp16Config(Section):
 
     enabled: bool = key(False, UNSUPPORTED, 'not supported yet: use "bf16": {"enabled": true} instead')
     auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to fp16")
-    loss_scale: Float = key(0.0, HONOURED, "a fixed loss scale; 0 adapts it", ge=0.0)
-    initial_scale_power: Int = key(16, HONOURED, "the loss scale starts at two to this power", ge=0, le=1023)
-    loss_scale_window: Int = key(1000, HONOURED, "steps without overflow after which the scale doubles", ge=1)
-    hysteresis: Int = key(2, HONOURED, "overflows that are forgiven before the scale is halved", ge=1)
+    loss_scale: Number = key(0.0, HONOURED, "a fixed loss scale; 0 adapts it")
+    initial_scale_power: ScalePower = key(16, HONOURED, "the loss scale starts at two to this power")
+    loss_scale_window: Count = key(1000, HONOURED, "steps without overflow after which the scale doubles")
+    hysteresis: Count = key(2, HONOURED, "overflows that are forgiven before the scale is halved")
     consecutive_hysteresis: bool = key(False, HONOURED, "a good step restores the whole hysteresis")
-    min_loss_scale: Float = key(1.0, HONOURED, "an overflow at this scale ends the run", gt=0.0)
+    min_loss_scale: Positive = key(1.0, HONOURED, "an overflow at this scale ends the run")
     fp16_master_weights_and_grads: bool = key(
         False, UNSUPPORTED, "fp16 master weights lose small updates and are not supported: set it to false"
     )
@@ -69,14 +73,18 @@ class DataTypesConfig(Section):
 
 
 class OptimizerSection(Section):
-    type: str = key("", HONOURED, "the optimizer; one given to initialize() goes first", min_length=1)
-    params: dict[str, Any] = key({}, HONOURED, "arguments of the optimizer")
+    """type: its name. params: its arguments. Both are checked by `optimizers`, which also tells of them."""
+
+    type: str
+    params: dict[str, Any] = {}
     legacy_fusion: bool = key(False, NO_EFFECT, "there is one fused optimizer")
 
 
 class SchedulerSection(Section):
-    type: str = key("", HONOURED, "the schedule; one given to initialize() goes first", min_length=1)
-    params: dict[str, Any] = key({}, HONOURED, "arguments of the schedule")
+    """type: its name. params: its arguments. Both are checked by `optimizers`, which also tells of them."""
+
+    type: str
+    params: dict[str, Any] = {}
 
 
 def _as_steps(value: Any) -> Any:
@@ -90,21 +98,20 @@ def _as_steps(value: Any) -> Any:
 class Document(Section):
     """A config as written, after old spellings were renamed and "auto" was resolved."""
 
-    train_batch_size: Int | None = key(None, HONOURED, "samples a step, over all ranks", ge=1)
-    train_micro_batch_size_per_gpu: Int | None = key(None, HONOURED, "samples a forward, on one rank", ge=1)
-    gradient_accumulation_steps: Int | None = key(None, HONOURED, "forwards a step, on one rank", ge=1)
-    steps_per_print: Annotated[Int | None, BeforeValidator(_as_steps), Field(ge=1)] = key(
+    train_batch_size: Count | None = key(None, HONOURED, "samples a step, over all ranks")
+    train_micro_batch_size_per_gpu: Count | None = key(None, HONOURED, "samples a forward, on one rank")
+    gradient_accumulation_steps: Count | None = key(None, HONOURED, "forwards a step, on one rank")
+    steps_per_print: Annotated[Count | None, BeforeValidator(_as_steps)] = key(
         10, HONOURED, "a line is printed every so many steps; null, 0 or Infinity: never"
     )
-    gradient_clipping: Float = key(
+    gradient_clipping: Number = key(
         1.0,
         HONOURED,
         "a gradient with a larger L2 norm over the whole model is scaled down to it; 0 turns it off",
-        ge=0,
     )
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", HONOURED, "how gradients of the ranks are combined")
     prescale_gradients: bool = key(False, NO_EFFECT, "gradients are divided once, where it loses nothing")
-    gradient_predivide_factor: Float = key(1.0, NO_EFFECT, "gradients are divided once, where it loses nothing", gt=0)
+    gradient_predivide_factor: Positive = key(1.0, NO_EFFECT, "gradients are divided once, where it loses nothing")
     communication_data_type: DtypeName | None = key(None, HONOURED, "gradients are reduced in this type")
     seq_parallel_communication_data_type: DtypeName | None = key(
         None, NO_EFFECT, "there is no sequence parallelism here"
@@ -130,14 +137,14 @@ class Document(Section):
     log_level: str | None = key(None, NO_EFFECT, "`zrun -v` decides how much is said")
     disable_allgather: bool = key(False, NO_EFFECT, "it never did anything")
     sparse_gradients: bool = key(False, NO_EFFECT, "embedding gradients are reduced as dense ones, which is exact")
-    vocabulary_size: Int | None = key(None, NO_EFFECT, "it only ever gave advice", ge=1)
+    vocabulary_size: Count | None = key(None, NO_EFFECT, "it only ever gave advice")
     disable_python_gc: bool = key(False, NO_EFFECT, "Python's garbage collector is left alone")
     graph_harvesting: bool = key(False, NO_EFFECT, "it only tunes")
     use_data_before_expert_parallelism: bool = key(False, NO_EFFECT, "there is no expert parallelism here")
     use_node_local_storage: bool = key(False, NO_EFFECT, "every rank writes its own file into one directory")
-    data_parallel_size: Int | None = key(None, NO_EFFECT, "all ranks are data parallel", ge=1)
-    sequence_parallel_size: Int = key(
-        1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing", ge=1
+    data_parallel_size: Count | None = key(None, NO_EFFECT, "all ranks are data parallel")
+    sequence_parallel_size: Count = key(
+        1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing"
     )
 
     aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, "nothing is offloaded to NVMe yet")

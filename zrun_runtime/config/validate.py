@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.notes import Ledger, shown
 from zrun_runtime.config.schema import Document
 
 
@@ -18,22 +18,25 @@ def validate(data: dict[str, Any], ledger: Ledger) -> Document:
             return Document.model_validate(data)
         except ValidationError as error:
             for fault in error.errors(include_url=False):
-                place = _take_out(data, fault["loc"])
+                place = _take_out(data, fault["loc"], fault["type"] == "missing")
                 ledger.problem(place, _sentence(fault))
 
 
-def _take_out(data: dict[str, Any], location: tuple[int | str, ...]) -> str:
-    """Remove the key that a fault is about. Its location may go on into a list or a choice of types."""
-    place: list[str] = []
+def _take_out(data: dict[str, Any], location: tuple[int | str, ...], missing: bool) -> str:
+    """Remove the key that a fault is about (if one is missing, the section that lacks it) and return its path.
+
+    A location may go on into a list or a choice of types; the key is the last one that is written in the config.
+    """
+    sections, names = [data], []
     for part in location:
-        name = str(part)
-        place.append(name)
-        if not isinstance(data.get(name), dict):
+        names.append(str(part))
+        inner = sections[-1].get(names[-1])
+        if not isinstance(inner, dict):
             break
-        if len(place) < len(location):
-            data = data[name]
-    data.pop(place[-1], None)
-    return ".".join(place)
+        sections.append(inner)
+    depth = min(len(names), len(location)) - (2 if missing else 1)
+    sections[depth].pop(names[depth], None)
+    return ".".join(names)
 
 
 def _sentence(fault: ErrorDetails) -> str:
@@ -46,4 +49,4 @@ def _sentence(fault: ErrorDetails) -> str:
         return "is missing"
     else:
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{text}, not {value!r:.80}"
+    return f"{text}, not {shown(value)}"

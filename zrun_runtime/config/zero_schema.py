@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
-from zrun_runtime.config.keys import HONOURED, NO_EFFECT, UNSUPPORTED, Float, Int, Section, key, section
+from zrun_runtime.config.keys import (
+    HONOURED,
+    NO_EFFECT,
+    UNSUPPORTED,
+    Count,
+    Fraction,
+    Section,
+    Size,
+    SizeOrMinusOne,
+    as_whole,
+    key,
+    section,
+)
 
 UNBOUNDED = 2**63 - 1  # elements: more than any model has
 
@@ -18,15 +30,17 @@ def _as_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: "none" if value is None else value)]
 
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
+
 
 class OffloadParamConfig(Section):
     """Where the 16-bit parameters live between uses."""
 
     device: Device = "none"
     nvme_path: str | None = None
-    buffer_count: Int = Field(5, ge=1)
-    buffer_size: Int = Field(100_000_000, ge=1)
-    max_in_cpu: Int = Field(1_000_000_000, ge=0)
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    max_in_cpu: Size = 1_000_000_000
     pin_memory: bool = True
 
 
@@ -35,14 +49,14 @@ class OffloadOptimizerConfig(Section):
 
     device: Device = "none"
     nvme_path: str | None = None
-    buffer_count: Int = Field(4, ge=1)
+    buffer_count: Count = 4
     pin_memory: bool = True
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = False
-    ratio: Float = Field(1.0, ge=0.0, le=1.0)
+    ratio: Fraction = 1.0
     super_offload: bool = False
-    cpuadam_cores_perc: Float = Field(0.8, gt=0.0, le=1.0)
+    cpuadam_cores_perc: Fraction = 0.8
 
 
 class LeafModuleConfig(Section):
@@ -56,18 +70,16 @@ class LeafModuleConfig(Section):
 class ZeroConfig(Section):
     """The section zero_optimization. Sizes are counts of elements, never bytes."""
 
-    stage: Int = key(
-        0, HONOURED, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", ge=0, le=3
+    stage: Stage = key(0, HONOURED, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too")
+    reduce_bucket_size: Count = key(
+        500_000_000, HONOURED, "upper bound of what is reduced at once; smaller where that suits the model"
     )
-    reduce_bucket_size: Int = key(
-        500_000_000, HONOURED, "upper bound of what is reduced at once; smaller where that suits the model", ge=1
-    )
-    allgather_bucket_size: Int = key(
-        500_000_000, HONOURED, "upper bound of what is gathered at once; smaller where that suits the model", ge=1
+    allgather_bucket_size: Count = key(
+        500_000_000, HONOURED, "upper bound of what is gathered at once; smaller where that suits the model"
     )
     overlap_comm: bool | None = key(None, HONOURED, "communication overlaps computation; the default is true")
-    sub_group_size: Int = key(
-        1_000_000_000, HONOURED, "upper bound of what the optimizer updates at once; groups are usually smaller", ge=0
+    sub_group_size: Size = key(
+        1_000_000_000, HONOURED, "upper bound of what the optimizer updates at once; groups are usually smaller"
     )
     offload_param: OffloadParamConfig = section(
         OffloadParamConfig, NO_EFFECT, "offload is not built yet: parameters stay in device memory", stages=(3,)
@@ -76,45 +88,40 @@ class ZeroConfig(Section):
         OffloadOptimizerConfig, NO_EFFECT, "offload is not built yet: optimizer state stays in device memory"
     )
 
-    prefetch_bucket_size: Int = key(
+    prefetch_bucket_size: Size = key(
         50_000_000,
         HONOURED,
         "upper bound of what is gathered ahead of its use",
         alias="stage3_prefetch_bucket_size",
         stages=(3,),
-        ge=0,
     )
-    param_persistence_threshold: Int = key(
+    param_persistence_threshold: Size = key(
         100_000,
         HONOURED,
         "parameters up to this size stay gathered",
         alias="stage3_param_persistence_threshold",
         stages=(3,),
-        ge=0,
     )
-    model_persistence_threshold: Int = key(
+    model_persistence_threshold: Size = key(
         UNBOUNDED,
         HONOURED,
         "upper bound of what stays gathered in all",
         alias="stage3_model_persistence_threshold",
         stages=(3,),
-        ge=0,
     )
-    max_live_parameters: Int = key(
+    max_live_parameters: Size = key(
         1_000_000_000,
         HONOURED,
         "nothing is gathered ahead beyond this much",
         alias="stage3_max_live_parameters",
         stages=(3,),
-        ge=0,
     )
-    max_reuse_distance: Int = key(
+    max_reuse_distance: Size = key(
         1_000_000_000,
         HONOURED,
         "what is used again within this distance stays gathered",
         alias="stage3_max_reuse_distance",
         stages=(3,),
-        ge=0,
     )
     gather_16bit_weights_on_model_save: bool = key(
         False,
@@ -123,13 +130,12 @@ class ZeroConfig(Section):
         alias="stage3_gather_16bit_weights_on_model_save",
         stages=(3,),
     )
-    module_granularity_threshold: Int = key(
+    module_granularity_threshold: Size = key(
         0,
         NO_EFFECT,
         "groups are whole blocks already",
         alias="stage3_module_granularity_threshold",
         stages=(3,),
-        ge=0,
     )
     use_all_reduce_for_fetch_params: bool = key(
         False,
@@ -166,8 +172,8 @@ class ZeroConfig(Section):
     grad_hooks: bool = key(True, NO_EFFECT, "gradients are always taken by hooks")
 
     legacy_stage1: bool = key(False, UNSUPPORTED, "the old stage 1 is gone: remove the key")
-    zero_hpz_partition_size: Int = key(
-        1, UNSUPPORTED, "a second set of shards within a node is not supported: remove the key", ge=1
+    zero_hpz_partition_size: Count = key(
+        1, UNSUPPORTED, "a second set of shards within a node is not supported: remove the key"
     )
     zero_quantized_weights: bool = key(False, UNSUPPORTED, "quantized gathering is not supported: set it to false")
     zero_quantized_nontrainable_weights: bool = key(
@@ -175,8 +181,8 @@ class ZeroConfig(Section):
     )
     zero_quantized_gradients: bool = key(False, UNSUPPORTED, "quantized reduction is not supported: set it to false")
     zeropp_loco_param: Any = key(None, UNSUPPORTED, "quantized reduction is not supported: remove the key")
-    mics_shard_size: Int = key(
-        -1, UNSUPPORTED, "shards smaller than the world (MiCS) are not supported: remove the key", ge=-1
+    mics_shard_size: SizeOrMinusOne = key(
+        -1, UNSUPPORTED, "shards smaller than the world (MiCS) are not supported: remove the key"
     )
     mics_hierarchical_params_gather: bool = key(False, NO_EFFECT, "there is no MiCS here")
     zenflow: Any = key(None, UNSUPPORTED, "late updates (ZenFlow) change the result and are not supported: remove it")

@@ -1,0 +1,141 @@
+"""zrun config check | explain | schema: what a config leads to, without a GPU and without a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_config
+from zrun_runtime.config.json_schema import json_schema
+from zrun_runtime.config.notes import shown
+from zrun_runtime.errors import ConfigError
+
+REFUSED = 2
+PIPE_WIDTH = 140  # columns of a table that goes to a file or another program
+_KINDS = {
+    "honoured": "Honoured",
+    "assumed": "Not given, so taken",
+    "migrated": "Old spellings",
+    "no_effect": "Accepted, no effect here",
+    "unknown": "Not known, not read",
+}
+_world_size = click.option(
+    "--world_size", type=click.IntRange(min=1), help="Ranks of the job; without it, what fits the batch sizes."
+)
+
+
+@click.group()
+def config() -> None:
+    """Check a config, explain it, or print its schema."""
+
+
+@config.command()
+@click.argument("files", nargs=-1, required=True)
+@_world_size
+@click.option("--strict", is_flag=True, help="Refuse keys that are not known.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list, an object for each file.")
+def check(files: tuple[str, ...], world_size: int | None, strict: bool, as_json: bool) -> None:
+    """Say of each of FILES whether it is accepted. Exit code 0 if all are, else 2.
+
+    Values that are "auto" and that only the program knows are left to it.
+    """
+    answers = [_Answer.of(name, world_size, strict) for name in files]
+    if as_json:
+        click.echo(json.dumps([answer.as_json() for answer in answers], indent=2, default=str))
+    else:
+        for answer in answers:
+            click.echo("\n".join(answer.lines()))
+    sys.exit(0 if all(answer.config for answer in answers) else REFUSED)
+
+
+@config.command()
+@click.argument("file")
+@_world_size
+def explain(file: str, world_size: int | None) -> None:
+    """Show what every key of FILE does here, and what is taken for those that are not given."""
+    answer = _Answer.of(file, world_size, strict=False)
+    if answer.config is None:
+        click.echo("\n".join(answer.lines()))
+        sys.exit(REFUSED)
+    click.echo(f"{file}: {_summary(answer.config)}")
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(answer.config.notes))
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON Schema of a config: editors complete and check with it."""
+    click.echo(json.dumps(json_schema(), indent=2, default=str))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """What came of one file: a config, or the problems with it."""
+
+    name: str
+    config: Config | None
+    problems: tuple[Problem, ...] = ()
+    hint: str = ""
+
+    @classmethod
+    def of(cls, name: str, world_size: int | None, strict: bool) -> _Answer:
+        try:
+            return cls(name, load_config(name, world_size=world_size, strict=strict, defer=True))
+        except InvalidConfig as error:
+            return cls(name, None, error.problems)
+        except ConfigError as error:
+            return cls(name, None, (Problem("", error.message),), error.hint)
+
+    def lines(self) -> Iterable[str]:
+        if self.config is not None:
+            yield f"{self.name}: accepted: {_summary(self.config)}"
+            for note in self.config.notes:
+                if note.kind == "unknown":
+                    yield f"  warning: {note.path}: {note.text}"
+            return
+        yield f"{self.name}: refused"
+        for problem in self.problems:
+            yield f"  {problem}"
+        if self.hint:
+            yield f"  -> {self.hint}"
+
+    def as_json(self) -> dict[str, Any]:
+        notes = self.config.notes if self.config else ()
+        return {
+            "file": self.name,
+            "accepted": self.config is not None,
+            "problems": [dataclasses.asdict(problem) for problem in self.problems],
+            "notes": [dataclasses.asdict(note) for note in notes],
+        }
+
+
+def _summary(found: Config) -> str:
+    optimizer = found.optimizer.type if found.optimizer else "the program's optimizer"
+    return (
+        f"ZeRO stage {found.zero.stage}, {found.precision}, {optimizer}; batch {found.train_batch_size}"
+        f" = {found.micro_batch_size} x {found.accumulation_steps} accumulated x {found.world_size} rank(s)"
+    )
+
+
+def _table(notes: tuple[Note, ...]) -> Table:
+    """What was written or taken, by kind of effect; no text is ever cut."""
+    table = Table(box=box.SIMPLE_HEAD, expand=True)
+    table.add_column("key", overflow="fold", ratio=5)
+    table.add_column("value", overflow="fold", ratio=2)
+    table.add_column("why", overflow="fold", ratio=6)
+    for kind, title in _KINDS.items():
+        found = sorted((note for note in notes if note.kind == kind), key=lambda note: note.path)
+        if found:
+            table.add_section()
+            table.add_row(Text(title, style="bold"))
+        for note in found:
+            table.add_row(Text(note.path), Text("" if note.value is None else shown(note.value)), Text(note.text))
+    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -16,31 +17,34 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 
 
 def cover(columns: Mapping[str, Sequence[Any]], fixed: Iterable[Row] = ()) -> list[Row]:
-    """Rows that cover all pairs, greedily: first one for each partly given row in `fixed`, then what is missing."""
+    """Rows that cover all pairs, greedily: first one for each partly given row in `fixed`, then what is missing.
+
+    Where a value brings no new pair, the one whose pairs were used least is taken, so repetitions are spread.
+    """
+    order = {column: index for index, column in enumerate(columns)}
     missing = set().union(*(pairs_of(dict(zip(columns, values, strict=True))) for values in product(*columns.values())))
+    uses: Counter[Pair] = Counter()
     rows: list[Row] = []
 
-    def add(given: Row) -> None:
-        row = dict(given)
+    def worth(row: Row, column: str, value: Any) -> tuple[int, int]:
+        new = [_pair(order, (column, value), item) for item in row.items()]
+        return sum(pair in missing for pair in new), -sum(uses[pair] for pair in new)
+
+    def add(row: Row) -> None:
         for column, values in columns.items():
             if column not in row:
-                row[column] = max(values, key=lambda value: _gain(row, column, value, columns, missing))
-        row = {column: row[column] for column in columns}
-        missing.difference_update(pairs_of(row))
-        rows.append(row)
+                row[column] = max(values, key=lambda value: worth(row, column, value))
+        rows.append({column: row[column] for column in columns})
+        missing.difference_update(pairs_of(rows[-1]))
+        uses.update(pairs_of(rows[-1]))
 
     for given in fixed:
-        add(given)
+        add(dict(given))
     while missing:
         add(dict(min(missing, key=repr)))
     return rows
 
 
-def _gain(row: Row, column: str, value: Any, columns: Mapping[str, Sequence[Any]], missing: set[Pair]) -> int:
-    """How many missing pairs `value` in `column` adds to what the row has so far."""
-    order = list(columns)
-    new = 0
-    for other, chosen in row.items():
-        first, second = sorted([(column, value), (other, chosen)], key=lambda item: order.index(item[0]))
-        new += (first, second) in missing
-    return new
+def _pair(order: Mapping[str, int], one: tuple[str, Any], other: tuple[str, Any]) -> Pair:
+    first, second = sorted((one, other), key=lambda item: order[item[0]])
+    return first, second

@@ -64,6 +64,11 @@ def make_engine(scenario: Scenario, stage: int, recipe: Recipe, *, seed: int = 0
     model = build(scenario, recipe.dtype, seed)
     if recipe.dtype is torch.bfloat16:
         model.float()  # the engine casts; values that bf16 can hold make it no matter what the masters are taken from
+    return engine_of(model, scenario, stage, recipe)
+
+
+def engine_of(model: nn.Module, scenario: Scenario, stage: int, recipe: Recipe) -> Any:
+    """An engine over this model, with the scenario's optimizer groups and settings."""
     settings = scenario.settings(recipe)
     groups = scenario.groups(model) or [{"params": [p for p in model.parameters() if p.requires_grad]}]
     arguments: dict[str, Any] = {"model": model, "config": make_config(stage, recipe, settings)}

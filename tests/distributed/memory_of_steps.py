@@ -1,0 +1,89 @@
+"""What the ranks run for test_memory.py: the bytes of all live storages, found without asking the runtime."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .bytes_of_steps import Wide, run_steps
+from .scenario import CLASSES, WIDTH, Block, Recipe, Scenario
+from .training import EngineRun, make_engine
+
+
+class Tiny(Scenario):
+    """About a thousand parameters."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(WIDTH, 18), nn.Linear(WIDTH, CLASSES))
+
+
+def live_bytes() -> int:
+    """Bytes of every storage that some Python object refers to, each storage once."""
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
+        elif issubclass(kind, torch.UntypedStorage):
+            storage = thing
+        else:
+            continue
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass
+class Held:
+    """Bytes on one rank."""
+
+    parameters: int = 0  # how many the model has
+    block: int = 0  # how many one block has, the largest group
+    between: int = 0  # between two steps
+    within: int = 0  # after the first micro-batch of an accumulation
+    forward: int = 0  # most that a hook of a module saw in forward, activations included
+    backward: int = 0  # and in backward
+    told: dict[str, int] = field(default_factory=dict)  # by engine.state_bytes(), between two steps
+
+
+def hold(rank: int, world: int, *, stage: int, recipe: Recipe, tiny: bool = False) -> Held:
+    """Train two steps, then look, during one micro-batch and after it."""
+    scenario = Tiny() if tiny else Wide(width=256)
+    before = live_bytes()
+    engine = make_engine(scenario, stage, recipe)
+    run, held = EngineRun(engine), Held()
+    run_steps(run, scenario, rank, range(2))
+    gc.collect()
+    held.between, held.told = live_bytes() - before, dict(engine.state_bytes())
+    hooks = _watch(engine.module, held, before)
+    scenario.micro(run)
+    for hook in hooks:
+        hook.remove()
+    engine.step()
+    gc.collect()
+    held.within = live_bytes() - before
+    del engine, run
+    model = scenario.build()
+    held.parameters = sum(p.numel() for p in model.parameters())
+    held.block = max(sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block))
+    return held
+
+
+def _watch(model: nn.Module, held: Held, before: int) -> list[Any]:
+    """Hooks on every module that note the most bytes alive."""
+
+    def forward(*_: Any) -> None:
+        held.forward = max(held.forward, live_bytes() - before)
+
+    def backward(*_: Any) -> None:
+        held.backward = max(held.backward, live_bytes() - before)
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        hooks += [module.register_forward_pre_hook(forward), module.register_forward_hook(forward)]
+        hooks += [module.register_full_backward_pre_hook(backward), module.register_full_backward_hook(backward)]
+    return hooks

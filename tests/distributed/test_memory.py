@@ -1,0 +1,67 @@
+"""Bytes that a rank holds for the model are those of the formula, counted over live storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from .memory_of_steps import Held, hold
+from .scenario import Recipe
+from .worlds import World
+
+pytestmark = pytest.mark.slow
+
+STAGES = (0, 1, 2, 3)
+MIB = 2**20
+ADAM = 8  # bytes a parameter: two fp32 moments
+Worlds = Callable[..., World]
+
+
+def state_bytes(stage: int, size: int, dtype: torch.dtype) -> float:
+    """Bytes a parameter between steps: weights, fp32 masters of 16-bit weights, moments."""
+    weight, optimizer = (4, ADAM) if dtype is torch.float32 else (2, 4 + ADAM)
+    return weight / (size if stage == 3 else 1) + optimizer / (size if stage >= 1 else 1)
+
+
+def limit(per_parameter: float, held: Held) -> float:
+    return 1.05 * per_parameter * held.parameters + MIB
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("stage", STAGES)
+def test_states_take_what_the_formula_says(stage: int, size: int, dtype: torch.dtype, world: Worlds) -> None:
+    per_parameter = state_bytes(stage, size, dtype)
+    for held in world(size).run(hold, stage=stage, recipe=Recipe("adamw", dtype=dtype)):
+        assert held.between <= limit(per_parameter, held)
+        assert held.between >= 0.95 * per_parameter * held.parameters, "something hides from this count"
+        assert sum(held.told.values()) == pytest.approx(held.between, rel=0.05, abs=MIB)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulated_gradients_are_the_only_addition(stage: int, dtype: torch.dtype, world: Worlds) -> None:
+    gradients = 4 / (2 if stage >= 2 else 1)  # fp32, whatever the weights are
+    for held in world(2).run(hold, stage=stage, recipe=Recipe("adamw", accumulation=2, dtype=dtype)):
+        assert held.within <= limit(state_bytes(stage, 2, dtype) + gradients, held)
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_stage_three_adds_at_most_two_groups(size: int, world: Worlds) -> None:
+    """Forward: two groups of weights. Backward: two of weights and gradients, and the slices reduced so far."""
+    for held in world(size).run(hold, stage=3, recipe=Recipe("adamw")):
+        group = 4 * held.block
+        slices = 4 * held.parameters / size
+        assert group < held.forward - held.between <= 1.05 * 2 * group + MIB
+        assert held.backward - held.between <= 1.05 * (2 * 2 * group + slices) + MIB
+        assert held.backward - held.between < 1.5 * 4 * held.parameters, "too small a model to tell"
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_tiny_model_has_tiny_buffers(stage: int, size: int, world: Worlds) -> None:
+    for held in world(size).run(hold, stage=stage, recipe=Recipe("adamw"), tiny=True):
+        assert 500 < held.parameters < 2000
+        assert max(held.between, held.forward, held.backward, held.within) < MIB

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.errors import ConfigError, EngineError
-from zrun_runtime.flat_group import FlatGroup
+from zrun_runtime.flat_group import FlatGroup, is_dense
 
 ParamGroups = list[dict[str, Any]]
 
@@ -149,6 +149,7 @@ def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str
             whole = sharded.setdefault(key, torch.zeros_like(group.master, dtype=value.dtype).detach())
             first, last = max(0, offset), min(whole.numel(), offset + value.numel())
             if first < last:
-                flat = value.detach().as_strided((value.numel(),), (1,)) if value.is_contiguous() else value.reshape(-1)
+                flat = value.detach()
+                flat = flat.as_strided((flat.numel(),), (1,)) if is_dense(flat) else flat.reshape(-1)
                 whole[first:last] = flat[first - offset : last - offset]
     return sharded

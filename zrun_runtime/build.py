@@ -1,0 +1,146 @@
+"""From a model, an optimizer and a config to an Engine: every decision is taken here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_runtime.collectives import Collectives
+from zrun_runtime.config import AutoHints, Config, load_config
+from zrun_runtime.distributed import World, current_world
+from zrun_runtime.engine import Engine
+from zrun_runtime.grouping import GroupingPolicy
+from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
+from zrun_runtime.plan import StatePlan
+from zrun_runtime.precision import DtypePolicy
+from zrun_runtime.schedules import build_scheduler
+from zrun_runtime.telemetry import notice
+from zrun_runtime.zero_model import ZeroModel, ZeroSettings
+
+OptimizerOrFactory = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
+
+
+def build_engine(
+    model: nn.Module,
+    optimizer: OptimizerOrFactory,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any,
+    source: Any,
+) -> Engine:
+    """See zrun_runtime.initialize."""
+    world = current_world()
+    config = load_config(source, world_size=world.size, auto=_hints(model, optimizer, world))
+    policy = DtypePolicy.from_config(config)
+    _place(model, world, policy.param_dtype)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model_parameters) if model_parameters is not None else _trainable(model))
+    groups = _param_groups(model, optimizer, model_parameters, config)
+    collectives = Collectives(world)
+    zero = ZeroModel(model, group_numbers(groups), _settings(config, policy), collectives)
+    updater = _updater(optimizer, groups, zero, config)
+    scheduler = _scheduler(lr_scheduler, updater, config)
+    engine = Engine(model, zero, updater, scheduler, config, collectives)
+    _announce(engine)
+    return engine
+
+
+def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> AutoHints:
+    """What "auto" in a config can be resolved from."""
+    shape = getattr(model, "config", None)
+    width = getattr(shape, "hidden_size", None) or max(getattr(shape, "hidden_sizes", None) or [0]) or None
+    rates = [g["lr"] for g in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
+    return AutoHints(
+        world_size=world.size,
+        hidden_size=width if isinstance(width, int) else None,
+        model_numel=sum(p.numel() for p in model.parameters()),
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        bf16_supported=world.device.type == "cpu" or torch.cuda.is_bf16_supported(),
+        learning_rate=float(rates[0]) if rates else None,
+    )
+
+
+def _place(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
+    """Onto the device; floating-point parameters in the configured dtype, buffers in their own."""
+    model.to(world.device)
+    if dtype is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype is not dtype:
+                parameter.data = parameter.data.to(dtype)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _param_groups(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    model_parameters: Iterable[Any] | None,
+    config: Config,
+) -> ParamGroups:
+    """The optimizer groups to train, as dicts; none if nothing will update them."""
+    if optimizer is not None:
+        return optimizer.param_groups
+    if config.optimizer is None:
+        return []
+    given = as_param_groups(model_parameters) if model_parameters is not None else [{"params": _trainable(model)}]
+    groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in given]
+    return [group for group in groups if group["params"]]
+
+
+def _settings(config: Config, policy: DtypePolicy) -> ZeroSettings:
+    zero = config.zero
+    return ZeroSettings(
+        plan=StatePlan.of_stage(zero.stage),
+        grouping=GroupingPolicy(zero.reduce_bucket_size, zero.param_persistence_threshold),
+        prefetch_numel=zero.prefetch_bucket_size,
+        wire_dtype=policy.reduce_dtype,
+        accum_dtype=policy.accum_dtype,
+        clip=config.gradient_clipping,
+    )
+
+
+def _updater(
+    optimizer: torch.optim.Optimizer | None, groups: ParamGroups, zero: ZeroModel, config: Config
+) -> ShardedOptimizer | None:
+    """The optimizer over this rank's master weights."""
+    if optimizer is None:
+        if config.optimizer is None or not groups:
+            return None
+        masters = [
+            {**options, "params": [g.master for g in zero.groups if g.spec.optimizer_group == number]}
+            for number, options in enumerate(groups)
+        ]
+        optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, masters)
+    return ShardedOptimizer(optimizer, zero.groups)
+
+
+def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Config) -> Any:
+    """The caller's scheduler, else the config's, else None."""
+    if updater is None:
+        return lr_scheduler
+    if lr_scheduler is not None:
+        return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(updater.optimizer)
+    return build_scheduler(config.scheduler, updater.optimizer) if config.scheduler is not None else None
+
+
+def _announce(engine: Engine) -> None:
+    """Say what was built: to the console, and the config's notes once, on rank 0."""
+    world, config = engine.world, engine.settings
+    trained = sum(p.numel() for g in engine.zero.groups if g.master is not None for p in g.spec.parameters)
+    engine.progress.started(
+        {
+            "model": f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {trained:,} trained",
+            "zero": f"stage {config.zero.stage}, {len(engine.zero.groups)} groups",
+            "precision": config.precision,
+            "batch": f"{config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} x {world.size}",
+            "device": f"{world.device.type}, {world.backend}",
+        }
+    )
+    if world.rank == 0:
+        for note in config.notes:
+            if note.kind != "honoured":
+                notice("info", f"config {note.path}: {note.text}")

@@ -1,0 +1,283 @@
+"""The Engine: what `initialize` returns. It keeps the order of things; the arithmetic is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from zrun_runtime.collectives import Collectives
+from zrun_runtime.config import Config
+from zrun_runtime.consolidate import module_state_dict
+from zrun_runtime.data import build_loader
+from zrun_runtime.distributed import World
+from zrun_runtime.errors import EngineError
+from zrun_runtime.optim import ShardedOptimizer
+from zrun_runtime.progress import Progress, StepReport
+from zrun_runtime.telemetry import notice
+from zrun_runtime.zero_model import Verdict, ZeroModel
+
+
+class Engine(nn.Module):
+    """A model, its sharded state and its optimizer, driven by forward, backward and step.
+
+    Method names and meanings are those of DeepSpeed's engine, so training loops written for it run unchanged.
+
+    Attributes:
+        module: the model itself. Its parameters are views into flat buffers, or placeholders while they are sharded.
+        optimizer: the torch optimizer (the caller's own object if one was given); None if nothing is trained.
+        global_steps: accumulation boundaries passed, skipped ones included. micro_steps: calls of `step`.
+        skipped_steps: boundaries at which a non-finite gradient kept the weights as they were.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        zero: ZeroModel,
+        updater: ShardedOptimizer | None,
+        lr_scheduler: Any,
+        config: Config,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.zero = zero
+        self.updater = zero.updater = updater
+        self.lr_scheduler = lr_scheduler
+        self.settings = config
+        self.collectives = collectives
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.progress = Progress(collectives.world, config.steps_per_print)
+        self._forced_boundary: bool | None = None
+        self._losses: list[Tensor] = []
+        self._last: Verdict | None = None
+        zero.reducer.at_boundary = self.is_gradient_accumulation_boundary
+
+    # ---- forward, backward, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Compute gradients of `loss`, divided by the accumulation steps, and start to reduce them.
+
+        Args:
+            loss: a scalar that depends on the model.
+            retain_graph: as in torch: keep the graph for another backward.
+            scale_wrt_gas: False leaves the division by the accumulation steps to the caller.
+
+        Returns:
+            The loss as it was differentiated.
+
+        Raises:
+            EngineError: there is no optimizer, or the loss is not a scalar with a graph.
+        """
+        if self.updater is None:
+            raise EngineError("backward: nothing is trained", "give initialize an optimizer, or parameters that train")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise EngineError(
+                f"backward: expected a scalar loss with a graph, got {_describe(loss)}",
+                "compute the loss from the engine's output, with gradients enabled",
+            )
+        if scale_wrt_gas:
+            self._losses.append(loss.detach())
+            loss = loss / self.settings.accumulation_steps
+        hooks = self.zero.hooks
+        hooks.driven = True
+        try:
+            loss.backward(retain_graph=retain_graph)
+            hooks.end_backward()
+        except BaseException:
+            hooks.abandon_backward()
+            raise
+        finally:
+            hooks.driven = False
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At an accumulation boundary: update the weights, or skip if a gradient is not finite. Else only count.
+
+        When it returns, every parameter that is full between uses has its new values on every rank.
+
+        Args:
+            lr_kwargs: passed on to the scheduler's `step`.
+        """
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        if self.updater is None:
+            raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
+        verdict = self.zero.vote(self._loss_sum(), len(self._losses))
+        if verdict.finite:
+            self.zero.update(verdict)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        else:
+            self._skip()
+        self.zero.reducer.at_boundary = self.is_gradient_accumulation_boundary
+        self.zero.end_step()
+        self.global_steps += 1
+        self._report(verdict)
+
+    def _loss_sum(self) -> float:
+        return float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()) if self._losses else 0.0
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        if self.collectives.world.rank == 0:
+            text = f"step {self.global_steps + 1} skipped on every rank: a gradient is not finite"
+            notice("warning", f"{text} ({self.skipped_steps} skipped so far)")
+
+    def _report(self, verdict: Verdict) -> None:
+        self._last = verdict
+        self._losses.clear()
+        rates = self.get_lr()
+        self.progress.step_done(
+            StepReport(
+                step=self.global_steps,
+                samples=self.train_batch_size(),
+                skipped_steps=self.skipped_steps,
+                loss=verdict.loss,
+                learning_rate=float(rates[0]) if rates else None,
+                loss_scale=None,
+                grad_norm=verdict.grad_norm if verdict.finite else None,
+            )
+        )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """The backward that runs now, or the next one, is the last before an update."""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide from outside what is a boundary; holds until it is called again."""
+        self._forced_boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, those already reduced included."""
+        self.zero.end_step()
+
+    # ---- questions
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer over this rank's master weights."""
+        return self.updater.optimizer if self.updater is not None else None
+
+    @property
+    def world(self) -> World:
+        """The ranks that train together."""
+        return self.collectives.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.world.device
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all ranks in the steps so far."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config as it was given."""
+        return self.settings.raw
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm over all ranks and parameters at the last boundary, before clipping; inf if it was skipped."""
+        return self._last.grad_norm if self._last is not None else None
+
+    def was_step_applied(self) -> bool:
+        """The last boundary changed the weights."""
+        return self._last is not None and self._last.finite
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each optimizer group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def train_batch_size(self) -> int:
+        """Samples of all ranks in one optimizer step."""
+        return self.settings.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one rank in one forward."""
+        return self.settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backwards per optimizer step."""
+        return self.settings.accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        """The configured ZeRO stage."""
+        return self.settings.zero.stage
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes this rank sent since the last call, by kind: reduce_scatter, all_gather, other."""
+        return self.collectives.traffic.take()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of model state this rank holds now, by kind: params, master, grads, optimizer."""
+        return self.zero.nbytes()
+
+    # ---- data, state, copies
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches."""
+        size = batch_size or self.train_micro_batch_size_per_gpu()
+        return build_loader(dataset, size, self.world, collate_fn, self.settings.dataloader_drop_last)
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """The full values of these parameters inside; see zero.GatheredParameters, which also takes edits."""
+        groups = [g for g in self.zero.groups if any(p is q for p in parameters for q in g.spec.parameters)]
+        self.zero.holder.pin(groups)
+        try:
+            yield
+        finally:
+            self.zero.holder.unpin(groups)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
+        return module_state_dict(self.module, self.zero)
+
+    def destroy(self) -> None:
+        """Take every hook off the model. Sharded parameters stay sharded."""
+        self.zero.remove()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine does not know, the model may."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            "an Engine cannot be pickled: it holds a process group and shards of this rank",
+            "use engine.state_dict() for the weights",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise EngineError("an Engine cannot be copied", "copy engine.module, or build a second engine")
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a graph")

@@ -1,0 +1,208 @@
+"""A model whose state is laid out as a plan says: its groups, its hooks, its gradients and its update, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zrun_runtime.collectives import Collectives
+from zrun_runtime.errors import EngineError
+from zrun_runtime.flat_group import FlatGroup, GroupSpec
+from zrun_runtime.grouping import (
+    GroupingPolicy,
+    find_units,
+    manageable,
+    specs_in_order,
+    specs_of_units,
+)
+from zrun_runtime.hooks import ModelHooks, ShardHolder
+from zrun_runtime.optim import ShardedOptimizer
+from zrun_runtime.plan import StatePlan
+from zrun_runtime.reducer import GradReducer
+from zrun_runtime.regroup import carry_gradients
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What the config and the model leave to decide, decided. Sizes in elements; dtypes None: the parameters' own."""
+
+    plan: StatePlan
+    grouping: GroupingPolicy
+    prefetch_numel: int
+    wire_dtype: torch.dtype | None
+    accum_dtype: torch.dtype | None
+    clip: float  # L2 norm; 0: none
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks agreed on before an update."""
+
+    grad_norm: float  # global, before clipping; not finite if the step must be skipped
+    finite: bool
+    loss: float | None  # mean over ranks and micro-batches
+
+
+class ZeroModel:
+    """Lays a model out and keeps it so. Built on every rank in the same order; takes rank 0's values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_groups: dict[int, int],  # id of a parameter -> number of its optimizer group
+        settings: ZeroSettings,
+        collectives: Collectives,
+    ) -> None:
+        self.model, self.settings, self.collectives = model, settings, collectives
+        self.optimizer_groups = optimizer_groups
+        self.managed = self._to_manage()
+        self.updater: ShardedOptimizer | None = None
+        self._ticket = collectives.register("a step")
+        self._order_known = False
+        units = find_units(model, self.managed) if settings.plan.shards_params else []
+        if settings.plan.shards_params:
+            specs = specs_of_units(units, optimizer_groups, settings.grouping)
+        else:
+            specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
+        self.groups = [self._build(spec) for spec in specs]
+        self._share_the_rest()
+        self.holder = ShardHolder(units, self.groups, settings.prefetch_numel)
+        self._attach(self._trained(self.groups, reverse=settings.plan.shards_params))
+
+    def _to_manage(self) -> dict[str, nn.Parameter]:
+        """Where parameters stay full, only those that are trained need groups."""
+        named = manageable(self.model.named_parameters())
+        if self.settings.plan.shards_params:
+            return named
+        return {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
+
+    def _build(self, spec: GroupSpec) -> FlatGroup:
+        return FlatGroup(spec, self.settings.plan, self.collectives, self)
+
+    def recall(self, parameter: nn.Parameter) -> bool:
+        """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""
+        return hasattr(self, "holder") and self.holder.recall(parameter)
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.managed.items() if p.requires_grad and id(p) in self.optimizer_groups]
+
+    def _trained(self, groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
+        trained = [group for group in groups if group.master is not None]
+        return trained[::-1] if reverse else trained
+
+    def _share_the_rest(self) -> None:
+        """Give every rank rank 0's buffers and the parameters that no group holds."""
+        grouped = {id(p) for group in self.groups for p in group.spec.parameters}
+        for _, parameter in self.model.named_parameters():
+            if id(parameter) not in grouped and not parameter.is_meta:
+                self.collectives.broadcast(parameter)
+        for buffer in self.model.buffers():
+            if not buffer.is_meta:
+                self.collectives.broadcast(buffer)
+
+    def _attach(self, order: Sequence[FlatGroup]) -> None:
+        settings = self.settings
+        self.reducer = GradReducer(
+            order, settings.plan, self.collectives, settings.wire_dtype, settings.accum_dtype
+        )
+        self.hooks = ModelHooks(self.model, self.holder, self.reducer)
+
+    # ---- a step
+
+    def vote(self, loss_sum: float, losses: int) -> Verdict:
+        """Finish the reductions and agree on the norm, on whether to step, and on the loss to report."""
+        self.reducer.finish_step()
+        square_sum = self.reducer.square_sum()
+        heard = self.collectives.exchange(self._ticket, (square_sum, loss_sum, losses)).wait()
+        total, loss, count = (float(v) for v in heard[:, :3].sum(0))
+        finite = total < float("inf")  # false for NaN as well
+        norm = total**0.5 if finite else float("inf")
+        return Verdict(norm, finite, loss / count if count else None)
+
+    def update(self, verdict: Verdict) -> None:
+        """Apply the reduced gradients, clipped. Every parameter is readable on return."""
+        if not self._order_known:
+            self._learn_order()
+        if self.updater is None:
+            return
+        clip = self.settings.clip
+        scale = min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0
+        reduced = {grads.group: grads.reduced for grads in self.reducer.order}
+        self.updater.step(lambda group: _present(reduced[group]), scale)
+
+    def end_step(self) -> None:
+        """Drop the gradients of the window that is over, also those of parameters that no group holds."""
+        self.reducer.drop()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    # ---- the order in which gradients arrive
+
+    def _learn_order(self) -> None:
+        """After the first backward: reduce groups, and form those that stay, in the order of rank 0's gradients."""
+        self._order_known = True
+        position = self._agreed_positions()
+        if self.settings.plan.shards_params:
+            self.reducer.order.sort(key=lambda grads: max(position[id(p)] for p in grads.group.spec.parameters))
+            return
+        named = sorted(self._trainable(), key=lambda item: position[id(item[1])])
+        specs = specs_in_order(named, self.model, self.optimizer_groups, self.settings.grouping)
+        if [s.names for s in specs] == [g.spec.names for g in self.groups] or self._has_state():
+            return
+        self._regroup(specs)
+
+    def _agreed_positions(self) -> dict[int, int]:
+        """id of each trainable parameter -> its place in rank 0's first backward; unused ones come last."""
+        trainable = [p for _, p in self._trainable()]
+        number = {id(p): i for i, p in enumerate(trainable)}
+        seen = list(dict.fromkeys(number[id(p)] for p in self.reducer.arrival))
+        rest = sorted(set(number.values()) - set(seen))
+        order = torch.tensor(seen + rest, dtype=torch.int64, device=self.collectives.world.device)
+        self.collectives.broadcast(order)
+        return {id(trainable[index]): place for place, index in enumerate(order.tolist())}
+
+    def _has_state(self) -> bool:
+        return self.updater is not None and bool(self.updater.optimizer.state)
+
+    def _regroup(self, specs: Sequence[GroupSpec]) -> None:
+        """Move values and reduced gradients into new groups. There is no optimizer state yet."""
+        reduced = carry_gradients(self.reducer.order, specs, self.collectives)
+        self.hooks.remove()
+        self.groups.clear()
+        self.reducer.order.clear()
+        if self.updater is not None:
+            self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
+        self.groups = [self._build(spec) for spec in specs]
+        self._attach(self._trained(self.groups, reverse=False))
+        for grads, values in zip(self.reducer.order, reduced, strict=True):
+            grads.reduced = values
+        if self.updater is not None:
+            self.updater.adopt(self.groups)
+
+    # ---- accounts
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of model state that this rank holds now, by kind."""
+        held = {"params": 0, "master": 0, "grads": 0, "optimizer": 0}
+        for group in self.groups:
+            for kind, count in group.nbytes().items():
+                held[kind] += count
+        for grads in self.reducer.order:
+            held["grads"] += sum(t.nbytes for t in (grads.buffer, grads.reduced) if t is not None)
+        if self.updater is not None:
+            for state in self.updater.optimizer.state.values():
+                held["optimizer"] += sum(v.nbytes for v in state.values() if isinstance(v, Tensor))
+        return held
+
+    def remove(self) -> None:
+        """Take the hooks off; parameters stay as they are."""
+        self.hooks.remove()
+
+
+def _present(reduced: Tensor | None) -> Tensor:
+    if reduced is None:
+        raise EngineError("a group has no reduced gradient: vote() comes before update()")
+    return reduced

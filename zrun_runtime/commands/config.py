@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_config
+from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_config, summary
 from zrun_runtime.config.json_schema import json_schema
 from zrun_runtime.config.notes import shown
 from zrun_runtime.errors import ConfigError
@@ -66,7 +66,7 @@ def explain(file: str, world_size: int | None) -> None:
     if answer.config is None:
         click.echo("\n".join(answer.lines()))
         sys.exit(REFUSED)
-    click.echo(f"{file}: {_summary(answer.config)}")
+    click.echo(f"{file}: {summary(answer.config)}")
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(answer.config.notes))
 
 
@@ -96,7 +96,7 @@ class _Answer:
 
     def lines(self) -> Iterable[str]:
         if self.config is not None:
-            yield f"{self.name}: accepted: {_summary(self.config)}"
+            yield f"{self.name}: accepted: {summary(self.config)}"
             for note in self.config.notes:
                 if note.kind == "unknown":
                     yield f"  warning: {note.path}: {note.text}"
@@ -115,14 +115,6 @@ class _Answer:
             "problems": [dataclasses.asdict(problem) for problem in self.problems],
             "notes": [dataclasses.asdict(note) for note in notes],
         }
-
-
-def _summary(found: Config) -> str:
-    optimizer = found.optimizer.type if found.optimizer else "the program's optimizer"
-    return (
-        f"ZeRO stage {found.zero.stage}, {found.precision}, {optimizer}; batch {found.train_batch_size}"
-        f" = {found.micro_batch_size} x {found.accumulation_steps} accumulated x {found.world_size} rank(s)"
-    )
 
 
 def _table(notes: tuple[Note, ...]) -> Table:

@@ -11,6 +11,7 @@ from zrun_runtime.config.load import load_config
 from zrun_runtime.config.notes import InvalidConfig, Note, Problem
 from zrun_runtime.config.resolved import Config, OptimizerConfig, SchedulerConfig
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
+from zrun_runtime.config.summary import short_report, summary
 from zrun_runtime.config.zero_schema import ZeroConfig
 
 __all__ = [
@@ -25,4 +26,6 @@ __all__ = [
     "SchedulerConfig",
     "ZeroConfig",
     "load_config",
+    "short_report",
+    "summary",
 ]

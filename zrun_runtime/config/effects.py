@@ -37,7 +37,7 @@ def _attribute(section: Section, written: str) -> str:
 
 def _report_section(section: Section, effect: KeyEffect, data: Any, place: str, stage: int, ledger: Ledger) -> None:
     if is_off(section):
-        ledger.note(place, "no_effect", "it is off")
+        ledger.note(place, "no_effect", "it is off", False)
         return
     kind, sentence = effect.at(stage)
     if kind == "no_effect" or effect.effect == NO_EFFECT:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from zrun_runtime.config.keys import UNSUPPORTED, Count, Number, Section, Size, SizeOrMinusOne, key
+from zrun_runtime.config.keys import NOT_BUILT, UNSUPPORTED, Count, Number, Section, Size, SizeOrMinusOne, key
 
-NO_MONITORS = "monitors are not built yet: the console and its --json events hold the numbers"
+NO_MONITORS = f"{NOT_BUILT}: the console and its --json events hold the numbers"
 
 
 class OpenConfig(Section):

@@ -23,6 +23,7 @@ Effect = Literal["honoured", "no_effect", "unsupported"]
 HONOURED: Effect = "honoured"
 NO_EFFECT: Effect = "no_effect"
 UNSUPPORTED: Effect = "unsupported"
+NOT_BUILT = "not built yet"  # how the sentence of a NO_EFFECT key starts that will have its effect one day
 
 
 class Section(BaseModel):

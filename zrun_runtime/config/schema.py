@@ -11,6 +11,7 @@ from zrun_runtime.config import extras_schema as extras
 from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,
+    NOT_BUILT,
     UNSUPPORTED,
     Count,
     DtypeName,
@@ -47,7 +48,7 @@ class Bf16Config(Section):
     """bf16 training: parameters in bf16, fp32 master weights, no loss scale."""
 
     enabled: bool = key(False, HONOURED, "parameters are bf16, master weights fp32")
-    auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to bf16")
+    auto_cast: bool = key(False, UNSUPPORTED, "not supported yet: cast the inputs of the model to bf16")
     immediate_grad_update: bool = key(False, NO_EFFECT, "gradients are taken as soon as they exist")
     check_grad_overflow: bool = key(True, NO_EFFECT, "a step with a non-finite gradient is always skipped")
     bf16_master_weights_and_grads: bool = key(
@@ -109,7 +110,9 @@ class Document(Section):
         HONOURED,
         "a gradient with a larger L2 norm over the whole model is scaled down to it; 0 turns it off",
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", HONOURED, "how gradients of the ranks are combined")
+    gradient_allreduce_op: Literal["mean", "sum"] = key(
+        "mean", UNSUPPORTED, "not supported yet: multiply the loss by the world size instead"
+    )
     prescale_gradients: bool = key(False, NO_EFFECT, "gradients are divided once, where it loses nothing")
     gradient_predivide_factor: Positive = key(1.0, NO_EFFECT, "gradients are divided once, where it loses nothing")
     communication_data_type: DtypeName | None = key(None, HONOURED, "gradients are reduced in this type")
@@ -131,7 +134,7 @@ class Document(Section):
     zero_allow_untested_optimizer: bool = key(False, NO_EFFECT, "an optimizer is judged by what it computes")
     zero_force_ds_cpu_optimizer: bool = key(True, NO_EFFECT, "torch's fused optimizers run on the CPU too")
 
-    wall_clock_breakdown: bool = key(False, NO_EFFECT, "not built yet: no times of forward, backward and step are told")
+    wall_clock_breakdown: bool = key(False, NO_EFFECT, f"{NOT_BUILT}: no times of forward, backward and step are told")
     memory_breakdown: bool = key(False, NO_EFFECT, "the memory of every rank is always told")
     dump_state: bool = key(False, NO_EFFECT, "`zrun config explain` shows the whole config")
     log_level: str | None = key(None, NO_EFFECT, "`zrun -v` decides how much is said")
@@ -147,7 +150,7 @@ class Document(Section):
         1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing"
     )
 
-    aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, "nothing is offloaded to NVMe yet")
+    aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, f"{NOT_BUILT}: nothing is offloaded to NVMe")
     activation_checkpointing: extras.ActivationCheckpointingConfig = section(
         extras.ActivationCheckpointingConfig,
         NO_EFFECT,
@@ -161,9 +164,9 @@ class Document(Section):
     wandb: extras.WandbConfig = section(extras.WandbConfig, NO_EFFECT, extras.NO_MONITORS)
     comet: extras.CometConfig = section(extras.CometConfig, NO_EFFECT, extras.NO_MONITORS)
     flops_profiler: extras.FlopsProfilerConfig = section(
-        extras.FlopsProfilerConfig, NO_EFFECT, "not built yet: use torch.utils.flop_counter or torch.profiler"
+        extras.FlopsProfilerConfig, NO_EFFECT, f"{NOT_BUILT}: use torch.utils.flop_counter or torch.profiler"
     )
-    comms_logger: extras.CommsLoggerConfig = section(extras.CommsLoggerConfig, NO_EFFECT, "not built yet")
+    comms_logger: extras.CommsLoggerConfig = section(extras.CommsLoggerConfig, NO_EFFECT, NOT_BUILT)
     timers: extras.TimersConfig = section(extras.TimersConfig, NO_EFFECT, "steps are always timed, without a barrier")
     compile: extras.CompileConfig = section(extras.CompileConfig, NO_EFFECT, "call torch.compile on the model yourself")
     pipeline: extras.OpenConfig = section(

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,
+    NOT_BUILT,
     UNSUPPORTED,
     Count,
     Fraction,
@@ -62,9 +63,9 @@ class OffloadOptimizerConfig(Section):
 class LeafModuleConfig(Section):
     """Modules whose parameters are gathered together, whatever runs inside them."""
 
-    classes: Names = key((), HONOURED, "classes gathered as one at stage 3", stages=(3,))
-    names: Names = key((), HONOURED, "module names gathered as one at stage 3", stages=(3,))
-    name_suffixes: Names = key((), HONOURED, "ends of module names gathered as one at stage 3", stages=(3,))
+    classes: Names = ()
+    names: Names = ()
+    name_suffixes: Names = ()
 
 
 class ZeroConfig(Section):
@@ -75,17 +76,17 @@ class ZeroConfig(Section):
         500_000_000, HONOURED, "upper bound of what is reduced at once; smaller where that suits the model"
     )
     allgather_bucket_size: Count = key(
-        500_000_000, HONOURED, "upper bound of what is gathered at once; smaller where that suits the model"
+        500_000_000, NO_EFFECT, "one group is gathered at a time, and reduce_bucket_size bounds it"
     )
-    overlap_comm: bool | None = key(None, HONOURED, "communication overlaps computation; the default is true")
+    overlap_comm: bool | None = key(None, NO_EFFECT, "communication always overlaps computation")
     sub_group_size: Size = key(
-        1_000_000_000, HONOURED, "upper bound of what the optimizer updates at once; groups are usually smaller"
+        1_000_000_000, NO_EFFECT, "one group is updated at a time, and reduce_bucket_size bounds it"
     )
     offload_param: OffloadParamConfig = section(
-        OffloadParamConfig, NO_EFFECT, "offload is not built yet: parameters stay in device memory", stages=(3,)
+        OffloadParamConfig, NO_EFFECT, f"{NOT_BUILT}: parameters stay in device memory", stages=(3,)
     )
     offload_optimizer: OffloadOptimizerConfig = section(
-        OffloadOptimizerConfig, NO_EFFECT, "offload is not built yet: optimizer state stays in device memory"
+        OffloadOptimizerConfig, NO_EFFECT, f"{NOT_BUILT}: optimizer state stays in device memory"
     )
 
     prefetch_bucket_size: Size = key(
@@ -104,22 +105,22 @@ class ZeroConfig(Section):
     )
     model_persistence_threshold: Size = key(
         UNBOUNDED,
-        HONOURED,
-        "upper bound of what stays gathered in all",
+        NO_EFFECT,
+        f"{NOT_BUILT}: stage3_param_persistence_threshold alone decides",
         alias="stage3_model_persistence_threshold",
         stages=(3,),
     )
     max_live_parameters: Size = key(
         1_000_000_000,
-        HONOURED,
-        "nothing is gathered ahead beyond this much",
+        NO_EFFECT,
+        "a block is released as soon as it was used; stage3_prefetch_bucket_size bounds the next",
         alias="stage3_max_live_parameters",
         stages=(3,),
     )
     max_reuse_distance: Size = key(
         1_000_000_000,
-        HONOURED,
-        "what is used again within this distance stays gathered",
+        NO_EFFECT,
+        "a block is released as soon as it was used",
         alias="stage3_max_reuse_distance",
         stages=(3,),
     )
@@ -151,7 +152,9 @@ class ZeroConfig(Section):
         alias="stage3_allgather_sequential",
         stages=(3,),
     )
-    leaf_module: LeafModuleConfig = section(LeafModuleConfig, stages=(3,))
+    leaf_module: LeafModuleConfig = section(
+        LeafModuleConfig, NO_EFFECT, f"{NOT_BUILT}: blocks are found in the model", stages=(3,)
+    )
 
     contiguous_gradients: bool = key(True, NO_EFFECT, "gradients always lie side by side")
     reduce_scatter: bool = key(True, NO_EFFECT, "the collective follows from how gradients are laid out")

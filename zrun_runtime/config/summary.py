@@ -1,0 +1,55 @@
+"""A config in a few lines, for the start of a run; `zrun config explain` has the whole of it."""
+
+from __future__ import annotations
+
+from zrun_runtime.config.keys import NOT_BUILT
+from zrun_runtime.config.notes import Note, shown
+from zrun_runtime.config.resolved import Config
+
+_TITLES = {
+    "unknown": "not known, not read",
+    "no_effect": "no effect here (`zrun config explain` says why)",
+    "migrated": "old spellings, read as new ones",
+}
+_TOLD_APART = ("optimizer.params.", "scheduler.params.")  # defaults that nobody needs to hear of at every start
+
+
+def summary(config: Config) -> str:
+    """One line: what is trained how, and the batch sizes."""
+    optimizer = config.optimizer.type if config.optimizer else "the program's optimizer"
+    return (
+        f"ZeRO stage {config.zero.stage}, {config.precision}, {optimizer}; batch {config.train_batch_size}"
+        f" = {config.micro_batch_size} x {config.accumulation_steps} accumulated x {config.world_size} rank(s)"
+    )
+
+
+def short_report(config: Config) -> list[str]:
+    """What asks for attention, a line each: what is not built yet; keys that are not read, change nothing, are spelt
+    in an old way; and values that were not given."""
+    lines = [f"{note.path}: {note.text}" for note in config.notes if _is_missing(note)]
+    for kind, title in _TITLES.items():
+        paths = [
+            note.path
+            for note in config.notes
+            if note.kind == kind and note.value is not False and not _is_missing(note)
+        ]
+        if paths:
+            lines.append(f"{title}: {', '.join(paths)}")
+    taken = [_taken(note) for note in config.notes if _is_news(note)]
+    if taken:
+        lines.append(f"not given, so taken: {', '.join(taken)}")
+    return lines
+
+
+def _is_missing(note: Note) -> bool:
+    return note.kind == "no_effect" and note.text.startswith(NOT_BUILT)
+
+
+def _is_news(note: Note) -> bool:
+    if note.kind != "assumed":
+        return False
+    return not note.path.startswith(_TOLD_APART) or note.text.startswith("auto")
+
+
+def _taken(note: Note) -> str:
+    return note.path if note.value is None else f"{note.path} = {shown(note.value)}"

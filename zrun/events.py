@@ -88,17 +88,22 @@ class WorkerStarted(Event):
     rank: int
     local_rank: int
     pid: int
+    log_dir: str = ""  # directory on its host with the files `stdout` and `stderr`
 
 
 @dataclass(frozen=True)
 class WorkerOutput(Event):
-    """One line of a worker, without its newline. `partial` marks a line cut at the length limit."""
+    """One line of a worker, without its newline.
+
+    `partial` marks a line cut at the length limit, `transient` a state of a progress bar that a later line replaces.
+    """
 
     kind: ClassVar[str] = "output"
     rank: int
     stream: str  # stdout or stderr
     text: str
     partial: bool = False
+    transient: bool = False
 
 
 @dataclass(frozen=True)

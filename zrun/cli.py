@@ -1,0 +1,199 @@
+"""The `zrun` command: parse -> prepare -> run -> exit. The only place where errors become text."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import zrun
+from zrun.console import make_console
+from zrun.errors import UsageError, ZrunError
+from zrun.prepare import prepare
+from zrun.settings import LaunchConfig
+from zrun.supervisor import Supervisor
+from zrun.topology import rank_table
+from zrun.transport.local import LocalTransport
+
+ENTRY_POINTS = "zrun.commands"
+_COMMAND_NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")
+
+_EXAMPLES = """\b
+Examples:
+  zrun train.py --config ds.json              one worker a GPU, or one on the CPU
+  zrun --num_gpus 2 --backend gloo train.py   two workers on the CPU
+  zrun --env WANDB_API_KEY --log_dir logs train.py
+  zrun --module my_package.train --epochs 3
+  zrun --num_gpus 2 --backend gloo            the built-in smoke job
+  zrun run -- plan                            the script `plan`, not the command
+
+\b
+Exit code: that of the worker that failed first, 128+N for signal N,
+  2 wrong usage, 3 a host is not fit, 4 a host was lost.
+"""
+
+
+@click.command(
+    epilog=_EXAMPLES,
+    options_metavar="[OPTIONS]",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda word: word.replace("-", "_"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)
+@click.option(
+    "--num_gpus",
+    "--num_accelerators",
+    "--nproc_per_node",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Workers to start. Default: one a visible GPU, without a GPU one.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "nccl", "gloo"]),
+    default="auto",
+    help="How ranks exchange data. gloo without --device means the CPU.",
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="What to train on.")
+@click.option("--master_addr", default="", metavar="ADDR", help="Where rank 0 listens. Default: chosen.")
+@click.option("--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="Default: a free one.")
+@click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run with python -m.")
+@click.option("--no_python", is_flag=True, help="SCRIPT is a program, run without Python.")
+@click.option(
+    "--local_rank_arg",
+    default="off",
+    metavar="off|_|-",
+    help="Put --local_rank=N (_) or --local-rank=N (-) before the script's arguments.",
+)
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable for the workers; without a value, the one it has here. Repeatable.",
+)
+@click.option("--env_file", multiple=True, metavar="FILE", help="NAME=VALUE lines for the workers. Repeatable.")
+@click.option(
+    "--log_dir",
+    default="",
+    metavar="DIR",
+    help="Keep the output in DIR/rank-R/stdout and stderr. Default: a temporary directory, kept on failure.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From the polite signal to SIGKILL, for all workers together.",
+)
+@click.option(
+    "--lease",
+    type=click.FloatRange(min=1),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without a sign of life from zrun for this long, a host ends its workers.",
+)
+@click.option("--dry_run", is_flag=True, help="Print what would run where, and start nothing.")
+@click.option("--plain", is_flag=True, help="Plain lines, also on a terminal.")
+@click.option("--json", is_flag=True, help="Events on stdout, one JSON object a line.")
+@click.option("--verbose", "-v", is_flag=True, help="Also tell the life of each worker.")
+@click.version_option(zrun.__version__, prog_name="zrun", message="%(prog)s %(version)s")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
+def launch(command: tuple[str, ...], **options: Any) -> int:
+    """Start SCRIPT on every worker of a training job and see it through.
+
+    Everything after SCRIPT belongs to SCRIPT. Without one, a built-in smoke job trains a tiny model.
+    """
+    config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
+    return run_job(config)
+
+
+def run_job(config: LaunchConfig) -> int:
+    """Runs one job on this machine.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        ZrunError: before anything was started.
+    """
+    job = prepare(config, os.environ, os.getcwd())
+    if config.dry_run:
+        click.echo(f"{job.view.command}: master {job.view.master}, backend {job.view.backend}")
+        click.echo(rank_table(job.ranks))
+        return 0
+    mode = "json" if config.json else "rich" if not config.plain and _is_terminal() else "plain"
+    supervisor = Supervisor(job, LocalTransport(os.environ), make_console(mode, sys.stdout))
+    code = supervisor.run()
+    if supervisor.console_stalled:
+        os._exit(code)  # a normal exit would wait for the stream that nobody reads
+    return code
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry of the `zrun` command."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _dispatch(words)
+    except ZrunError as error:
+        code = _complain(error.message, error.hint, error.exit_code)
+    except click.NoSuchOption as error:
+        near = f"did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
+        code = _complain(error.format_message().partition(" Did you")[0], near or "zrun --help lists all options", 2)
+    except click.ClickException as error:
+        code = _complain(error.format_message(), "zrun --help explains the options", 2)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else ""
+    if first == "run" and (words[1:2] == ["--"] or not os.path.exists(first)):
+        return _call(launch, "zrun", words[1:])
+    if _COMMAND_NAME.match(first) and not os.path.exists(first):
+        command = _find_command(first)
+        if command is not None:
+            return _call(command, f"zrun {first}", words[1:])
+    return _call(launch, "zrun", words)
+
+
+def _call(command: click.Command, name: str, words: list[str]) -> int:
+    result = command.main(args=words, prog_name=name, standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+def _find_command(name: str) -> click.Command | None:
+    """The command of that name that another package offers."""
+    # Here and not at the top: it costs as much as half a launch, and only a word that is no file asks for it.
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            command = entry.load()
+        except ImportError as error:
+            raise UsageError(f"zrun {name} cannot be loaded: {error}", f"it comes from {entry.value}") from None
+        if isinstance(command, click.Command):
+            return command
+    return None
+
+
+def _complain(message: str, hint: str, code: int) -> int:
+    print(f"zrun: error: {message}", file=sys.stderr)
+    if hint:
+        print(f"  -> {hint}", file=sys.stderr)
+    return code

@@ -1,0 +1,131 @@
+"""One host as the supervisor has it: an agent started, a thread that listens to it, and commands to it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from zrun.errors import HostLostError, ProtocolError, ZrunError
+from zrun.events import MAX_LINE_BYTES, PROTOCOL, Event, decode
+from zrun.hostfile import Host
+from zrun.job import JobSpec
+from zrun.transport.base import AgentEnd, Link, Transport
+
+MAX_NOISE_BYTES = 1024 * 1024  # that a login shell may print before the handshake
+_IN_FLIGHT = 10_000  # events of one host that may wait for the supervisor
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The link to a host has ended. `error` is None if that was the agent's own doing."""
+
+    error: ZrunError | None
+
+
+class Connection:
+    """A host, from the start of its agent to its end.
+
+    Args:
+        queue: receives (node_rank, event), and (node_rank, Closed) as the last one.
+    """
+
+    def __init__(self, host: Host, spec: JobSpec, transport: Transport, queue: SimpleQueue[object]) -> None:
+        self.spec = spec
+        self.greeted = False
+        self.closed = False  # set by the supervisor, when it has heard of it
+        self._host = host
+        self._transport = transport
+        self._queue = queue
+        self._link: Link | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+        self._room = threading.Semaphore(_IN_FLIGHT)
+        self._thread = threading.Thread(target=self._serve, name=f"host-{spec.node_rank}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the agent and listens, in a thread."""
+        self._thread.start()
+
+    def command(self, name: str, **values: float) -> None:
+        """Sends a command. An agent that is gone will be noticed by the thread that listens to it."""
+        with self._lock:
+            if name in ("stop", "kill") and not self.greeted:
+                self._cancelled = True
+            link = self._link
+        if link is not None:
+            try:
+                link.send(json.dumps({"command": name, **values}).encode() + b"\n")
+            except HostLostError:
+                pass
+
+    def taken(self) -> None:
+        """The supervisor is done with one event."""
+        self._room.release()
+
+    def hang_up(self) -> None:
+        """Leaves the agent to its dead man's switch."""
+        if self._link is not None:
+            self._link.hang_up()
+
+    def end(self, timeout: float) -> AgentEnd:
+        """Waits until the agent and its keeper are gone."""
+        return self._link.end(timeout) if self._link is not None else AgentEnd(None, "")
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        error: ZrunError | None = None
+        try:
+            link = self._begin()
+            if link is not None:
+                self._listen(link)
+        except ZrunError as problem:
+            error = problem
+        except (OSError, ValueError) as problem:  # the link was closed under our feet
+            error = HostLostError(str(problem))
+        self._queue.put((self.spec.node_rank, Closed(error)))
+
+    def _begin(self) -> Link | None:
+        link = self._transport.start(self._host)
+        with self._lock:
+            self._link = link
+            if self._cancelled:
+                return None
+        link.send(self.spec.to_line())
+        self._greet(link)
+        return link
+
+    def _greet(self, link: Link) -> None:
+        left = MAX_NOISE_BYTES
+        while left > 0:
+            line = link.receive(left)
+            if not line:
+                raise HostLostError("its agent did not start")
+            left -= len(line)
+            words = line.split()
+            if len(words) == 3 and words[0] == b"zrun-agent":
+                spoken, version = (word.decode("ascii", "replace") for word in words[1:])
+                if spoken != str(PROTOCOL):
+                    raise HostLostError(
+                        f"its agent is of zrun {version} and speaks protocol {spoken}, not {PROTOCOL}",
+                        "install the same version of zrun on all hosts",
+                    )
+                self.greeted = True
+                return
+        raise ProtocolError(
+            f"{MAX_NOISE_BYTES} bytes came before the agent's greeting", "is it a shell that prints a lot?"
+        )
+
+    def _listen(self, link: Link) -> None:
+        while line := link.receive(MAX_LINE_BYTES + 1):
+            if not line.endswith(b"\n"):
+                if len(line) > MAX_LINE_BYTES:
+                    raise ProtocolError(f"its agent said a line of more than {MAX_LINE_BYTES} bytes")
+                return  # killed in the middle of a line
+            self._put(decode(line))
+
+    def _put(self, event: Event) -> None:
+        self._room.acquire()
+        self._queue.put((self.spec.node_rank, event))

@@ -1,0 +1,158 @@
+"""What each worker's environment holds, and where it comes from: --env, --env_file. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from zrun.errors import UsageError
+from zrun.job import JobSpec
+
+# Said by zrun itself for every rank, so nobody else may say them.
+RESERVED = frozenset(
+    (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "LOCAL_SIZE",
+        "CROSS_RANK",
+        "CROSS_SIZE",
+        "ZRUN_JOB_ID",
+        "ZRUN_NODE_RANK",
+        "ZRUN_DEVICE",
+        "ZRUN_BACKEND",
+        "ZRUN_EVENT_FD",
+    )
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW(OR)?D|CREDENTIAL", re.IGNORECASE)
+_LINE = re.compile(r"\s*(?:export\s+)?(?P<name>[^=\s]+)\s*=[ \t]*(?P<rest>.*)", re.DOTALL)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], cores: int) -> dict[str, str]:
+    """The environment of one worker: docs/protocol.md, section 4, without ZRUN_EVENT_FD.
+
+    Args:
+        base: the agent's own environment.
+        cores: CPU cores that the workers of this host share.
+    """
+    environment = {**base, **spec.environment}
+    local = str(spec.local_world_size)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.local_world_size)))
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.pop("ZRUN_EVENT_FD", None)
+    environment.update(
+        RANK=str(spec.first_rank + local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(spec.world_size),
+        LOCAL_WORLD_SIZE=local,
+        LOCAL_SIZE=local,
+        GROUP_RANK=str(spec.node_rank),
+        CROSS_RANK=str(spec.node_rank),
+        GROUP_WORLD_SIZE=str(spec.node_count),
+        CROSS_SIZE=str(spec.node_count),
+        MASTER_ADDR=spec.master_addr,
+        MASTER_PORT=str(spec.master_port),
+        ZRUN_JOB_ID=spec.job_id,
+        ZRUN_NODE_RANK=str(spec.node_rank),
+        ZRUN_DEVICE=spec.device,
+        ZRUN_BACKEND=spec.backend,
+    )
+    if spec.devices:
+        # CUDA shows a process one MIG slice at most, so with slices each rank sees its own.
+        sliced = any(device.startswith("MIG-") for device in spec.devices)
+        environment["CUDA_VISIBLE_DEVICES"] = spec.devices[local_rank] if sliced else ",".join(spec.devices)
+    return environment
+
+
+def read_assignment(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """`NAME=VALUE`, or `NAME` with the value it has in `environ`.
+
+    Raises:
+        UsageError: no valid name, a name that zrun sets itself, or no value to take.
+    """
+    name, equals, value = text.partition("=")
+    check_name(name, f"--env {name}")
+    if equals:
+        return name, value
+    if name not in environ:
+        raise UsageError(f"--env {name}: there is no {name} in the environment", f"give a value: --env {name}=VALUE")
+    return name, environ[name]
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises UsageError unless `name` is a variable that the user may set."""
+    if not _NAME.match(name):
+        raise UsageError(f"{where}: {name!r} is not a name of an environment variable", "write NAME=VALUE")
+    if name in RESERVED:
+        hint = {"MASTER_ADDR": "use --master_addr", "MASTER_PORT": "use --master_port"}.get(name, "leave it out")
+        raise UsageError(f"{where}: zrun sets {name} itself, for each rank", hint)
+
+
+def looks_secret(name: str) -> bool:
+    """Whether a variable of that name probably holds a secret."""
+    return bool(_SECRET.search(name))
+
+
+def parse_env_file(text: str, name: str) -> dict[str, str]:
+    """The variables of an environment file.
+
+    One `NAME=VALUE` a line, `export` before it allowed; blank lines and lines that begin with `#` mean nothing. A value
+    in single quotes is taken as it is, in double quotes `\\n \\r \\t \\\\ \\" \\$` are escapes; both may span lines. A
+    bare value ends at ` #` or the end of the line. A name given twice has its last value.
+
+    Raises:
+        UsageError: naming file and line.
+    """
+    found: dict[str, str] = {}
+    lines = text.replace("\r\n", "\n").split("\n")
+    at = 0
+    while at < len(lines):
+        line, start = lines[at], at
+        at += 1
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        where = f"{name}:{start + 1}"
+        match = _LINE.match(line)
+        if match is None:
+            raise UsageError(f"{where}: {line.strip()!r} is not NAME=VALUE")
+        check_name(match["name"], where)
+        value = match["rest"]
+        if value[:1] in ("'", '"'):
+            while (quoted := _unquote(value)) is None and at < len(lines):
+                value += "\n" + lines[at]
+                at += 1
+            if quoted is None:
+                raise UsageError(f"{where}: the quote {value[0]} is never closed")
+            value, rest = quoted
+            if rest.strip() and not rest.lstrip().startswith("#"):
+                raise UsageError(f"{where}: {rest.strip()!r} follows the closing quote")
+        else:
+            value = re.split(r"(?:^|\s)#", value, maxsplit=1)[0].strip()
+        found[match["name"]] = value
+    return found
+
+
+def _unquote(text: str) -> tuple[str, str] | None:
+    """The value of the quotes that `text` begins with, and what follows them; None if they are not closed."""
+    quote, out, at = text[0], "", 1
+    while at < len(text):
+        char = text[at]
+        at += 1
+        if char == quote:
+            return out, text[at:]
+        if char == "\\" and quote == '"' and at < len(text):
+            following = text[at]
+            at += 1
+            if following in '\\"$':
+                char = following
+            else:
+                char = _ESCAPES.get(following, "\\" + following)
+        out += char
+    return None

@@ -1,0 +1,52 @@
+"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from zrun.job import JobSpec
+from zrun.processes import Ending, JobProcesses, Mark, adopt_orphans
+
+GIVE_UP_SECONDS = 10.0  # after KILL: what is still there hangs in the kernel
+_POLL_SECONDS = 0.05
+
+
+def watch(agent: int, spec: JobSpec) -> int:
+    """Waits for the agent, then ends the job's processes if the agent did not do so itself.
+
+    Returns:
+        the exit code for the keeper: the agent's own, 128+N if signal N killed it.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _outlive)
+    adopt_orphans()
+    _, status = os.waitpid(agent, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        _end_all(JobProcesses(Mark(spec.job_id, spec.node_rank), os.getpid()), spec.grace)
+    return code if code >= 0 else 128 - code
+
+
+def _outlive(number: int, frame: object) -> None:
+    """The keeper ends with the agent and not before."""
+
+
+def _end_all(processes: JobProcesses, grace: float) -> None:
+    deadline = time.monotonic() + grace
+    ending = Ending(processes.find, signal.SIGTERM, deadline)
+    while not ending.step(now := time.monotonic()) and now < deadline + GIVE_UP_SECONDS:
+        _reap()
+        time.sleep(_POLL_SECONDS)
+    _reap()
+
+
+def _reap() -> None:
+    """Takes leave of adopted children that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass

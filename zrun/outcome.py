@@ -1,0 +1,149 @@
+"""How a job ended: which failure came first, what it is called, and the exit code it leads to. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zrun.errors import HostLostError, ZrunError
+from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerStarted
+from zrun.job import FailureReport, JobSpec
+from zrun.outputs import likeness
+
+
+@dataclass
+class HostState:
+    """What is known of one host's share."""
+
+    spec: JobSpec
+    log_dirs: dict[int, str] = field(default_factory=dict)  # by rank
+    exits: dict[int, WorkerExited] = field(default_factory=dict)  # by rank
+    failed: AgentFailed | None = None
+    done: AgentDone | None = None
+    lost: ZrunError | None = None  # the link ended before the agent was done
+
+    @property
+    def complete(self) -> bool:
+        """Every worker ended with 0 and the agent has cleaned up."""
+        return self.done is not None and len(self.exits) == self.spec.local_world_size and not self.failures
+
+    @property
+    def failures(self) -> list[WorkerExited]:
+        """The workers that failed by themselves."""
+        return [e for e in self.exits.values() if e.returncode != 0 and not e.stopped]
+
+
+class Outcome:
+    """Collects what happens on all hosts. The first thing that goes wrong decides."""
+
+    def __init__(self, specs: Sequence[JobSpec]) -> None:
+        self.hosts = [HostState(spec) for spec in specs]
+        self.interrupted_by: int | None = None  # the signal that ended the launcher
+        self._first: HostState | None = None  # the host on which something went wrong first
+
+    @property
+    def failed(self) -> bool:
+        """Something went wrong, or somebody wants the end."""
+        return self._first is not None or self.interrupted_by is not None
+
+    def take(self, node_rank: int, event: Event) -> None:
+        """An event of a host."""
+        host = self.hosts[node_rank]
+        if isinstance(event, WorkerStarted):
+            host.log_dirs[event.rank] = event.log_dir
+        elif isinstance(event, WorkerExited):
+            host.exits[event.rank] = event
+        elif isinstance(event, AgentFailed):
+            host.failed = host.failed or event
+        elif isinstance(event, AgentDone):
+            host.done = event
+        if host.failures or host.failed is not None:
+            self._blame(host)
+
+    def close(self, node_rank: int, error: ZrunError | None) -> None:
+        """The link to a host has ended."""
+        host = self.hosts[node_rank]
+        if host.done is None or error is not None:
+            host.lost = error or HostLostError("its agent ended before the job did")
+            self._blame(host)
+        elif not host.complete and not self.failed:
+            host.lost = HostLostError("its agent left before all workers had ended")
+            self._blame(host)
+
+    def interrupt(self, number: int) -> None:
+        """A signal tells the launcher to end."""
+        if not self.failed:
+            self.interrupted_by = number
+
+    def _blame(self, host: HostState) -> None:
+        if not self.failed:
+            self._first = host
+
+    # ---- the verdict -----------------------------------------------------------------------------------------------
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher exits with: never 0 unless every worker did."""
+        if self.interrupted_by is not None:
+            return 128 + self.interrupted_by
+        report = self.report()
+        return report.exit_code if report is not None else 0
+
+    def report(self) -> FailureReport | None:
+        """The failure; None for success and for an interrupted job."""
+        host = self._first
+        if host is None:
+            return None
+        if host.failures:
+            return self._worker_report(host, min(host.failures, key=lambda e: e.at))
+        others = self._others_stopped(set())
+        where = host.done.log_dir if host.done else ""
+        name = host.spec.host
+        if host.failed is not None:
+            code, failed = host.failed.exit_code or 1, host.failed
+            return FailureReport(failed.message, name, None, code, code, hint=failed.hint, others_stopped=others)
+        lost = host.lost or HostLostError("for an unknown reason")
+        message = f"{name} is lost: {lost.message}"
+        code = lost.exit_code
+        return FailureReport(message, name, None, code, code, hint=lost.hint, others_stopped=others, log_path=where)
+
+    def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
+        code = event.returncode
+        name = _signal_name(-code) if code < 0 else ""
+        how = f"was killed by {name}" if name else f"exited with code {code}"
+        alike = self._alike(event)
+        return FailureReport(
+            message=f"rank {event.rank} on {host.spec.host} {how}",
+            host=host.spec.host,
+            rank=event.rank,
+            returncode=code,
+            exit_code=128 - code if code < 0 else code,
+            signal_name=name,
+            traceback=event.traceback,
+            same_count=len(alike),
+            others_stopped=self._others_stopped(alike),
+            hint=event.hint,
+            log_path=host.log_dirs.get(event.rank, ""),
+        )
+
+    def _alike(self, event: WorkerExited) -> set[int]:
+        """Ranks that failed like this one; those that were ended while they said the same are among them."""
+        key = likeness(event.traceback)
+        ranks = {event.rank}
+        for host in self.hosts:
+            for other in host.exits.values():
+                same = other.returncode == event.returncode or (other.stopped and other.returncode != 0)
+                if same and key and likeness(other.traceback) == key:
+                    ranks.add(other.rank)
+        return ranks
+
+    def _others_stopped(self, alike: set[int]) -> int:
+        return sum(e.stopped and e.rank not in alike for host in self.hosts for e in host.exits.values())
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

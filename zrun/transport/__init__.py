@@ -1,0 +1,1 @@
+"""How an agent is started on a host, and the line to it."""

@@ -1,0 +1,97 @@
+"""Starts one worker and keeps what belongs to it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from dataclasses import dataclass
+
+from zrun.environment import worker_environment
+from zrun.job import JobSpec
+from zrun.spool import SpoolDirectory
+from zrun.taps import EventTap, OutputTap, Tap
+
+_PIPE_BYTES = 256 * 1024
+_F_SETPIPE_SZ = 1031
+
+
+@dataclass
+class Worker:
+    """One rank's process."""
+
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    taps: list[Tap]
+    returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def end(self, returncode: int) -> None:
+        """It was reaped; from now on its pid means nothing."""
+        self.returncode = self.process.returncode = returncode
+
+    def signal(self, number: int) -> None:
+        """Passes a signal to the process itself, not to its children."""
+        if self.returncode is None:
+            os.kill(self.pid, number)  # not reaped, so the pid is still its own
+
+    @property
+    def stderr_tail(self) -> str:
+        """The end of its stderr."""
+        tap = next(t for t in self.taps if isinstance(t, OutputTap) and t.stream == "stderr")
+        return tap.tail.decode("utf-8", "replace")
+
+
+def start_worker(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[str, str], cores: int) -> Worker:
+    """Starts the worker of `local_rank` in a session of its own, with nothing to read on stdin.
+
+    Raises:
+        OSError: the files or pipes cannot be made, or the command cannot be run.
+    """
+    rank = spec.first_rank + local_rank
+    streams = 2 * spec.local_world_size
+    environment = worker_environment(spec, local_rank, base, cores)
+    command = list(spec.command)
+    if spec.local_rank_arg:
+        command.insert(spec.local_rank_at, f"{spec.local_rank_arg}={local_rank}")
+    pipes = [os.pipe() for _ in range(3)]
+    (out, out_write), (err, err_write), (said, said_write) = pipes
+    try:
+        taps: list[Tap] = [
+            OutputTap(out, rank, "stdout", spools.open(rank, "stdout"), streams),
+            OutputTap(err, rank, "stderr", spools.open(rank, "stderr"), streams),
+            EventTap(said, rank),
+        ]
+        for reader in (out, err):
+            _enlarge(reader)
+        environment["ZRUN_EVENT_FD"] = f"{said_write}:{os.fstat(said_write).st_ino}"
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out_write,
+            stderr=err_write,
+            pass_fds=(said_write,),
+            env=environment,
+            cwd=spec.cwd,
+            start_new_session=True,
+        )
+    except BaseException:
+        for reader in (out, err, said):
+            os.close(reader)
+        raise
+    finally:
+        for writer in (out_write, err_write, said_write):
+            os.close(writer)
+    return Worker(rank, local_rank, process, taps)
+
+
+def _enlarge(pipe: int) -> None:
+    """A larger pipe means fewer turns with a worker that writes much; the limit of the user may forbid it."""
+    try:
+        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
+    except OSError:
+        pass

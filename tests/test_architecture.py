@@ -25,9 +25,12 @@ LEVELS = {
     "zrun.outputs": 0.1,
     "zrun.job": 1.0,
     "zrun.devices": 1.0,
+    "zrun.ports": 1.0,
+    "zrun.signals": 1.0,
     "zrun.settings": 1.1,
     "zrun.topology": 1.1,
     "zrun.environment": 1.1,
+    "zrun.prepare": 1.2,
     "zrun.transport": 2.0,
     "zrun.channel": 2.0,
     "zrun.processes": 2.0,
@@ -37,8 +40,11 @@ LEVELS = {
     "zrun.workers": 2.2,
     "zrun.agent": 2.3,
     "zrun.console": 3.0,
-    "zrun.supervisor": 3.1,
-    "zrun.doctor": 3.1,
+    "zrun.connection": 3.0,
+    "zrun.outcome": 3.0,
+    "zrun.feed": 3.1,
+    "zrun.supervisor": 3.2,
+    "zrun.doctor": 3.2,
     "zrun.cli": 4.0,
     "zrun.__main__": 4.1,
     "zrun_runtime.errors": 0.0,
@@ -79,6 +85,7 @@ SIDEWAYS: dict[tuple[str, str], str] = {}
 # (module, beginning of what it imports inside a function) -> why not at the top.
 LATE_IMPORTS = {
     ("zrun.console", "zrun.console.live"): "only a terminal pays for loading rich",
+    ("zrun.cli", "importlib.metadata.entry_points"): "only a word that is no file pays for looking up commands",
 }
 
 # Rows that may call torch.distributed's collectives.
@@ -89,7 +96,6 @@ STAGE_HOMES = ["zrun_runtime.config", "zrun_runtime.plan"]
 STAGE_NAMES = {
     "zrun_runtime.build:_settings": "where the config's number becomes the plan",
     "zrun_runtime.build:_announce": "the number is shown to a person",
-    "zrun_runtime.commands.config:_summary": "the number is shown to a person",
     "zrun_runtime.engine:Engine.zero_optimization_stage": "a method of the field, which scripts ask",
 }
 

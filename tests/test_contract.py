@@ -74,6 +74,40 @@ def test_a_worker_process_speaks_through_the_inherited_pipe(pipe):
     assert events.decode(lines.readline()) == events.Notice(rank=1, level="info", text="hello")
 
 
+TRAINING = """
+import torch
+import zrun_runtime
+
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2},
+}
+model = torch.nn.Linear(3, 1)
+engine, *_ = zrun_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+for _ in range(4):
+    engine.backward(engine(torch.ones(2, 3)).square().mean())
+    engine.step()
+"""
+
+
+def test_what_a_training_run_says_the_launcher_reads(pipe):
+    lines, writer = pipe
+    subprocess.run([sys.executable, "-c", TRAINING], cwd=ROOT, pass_fds=[writer], check=True, timeout=120)
+    os.set_blocking(lines.fileno(), False)
+    said = [events.decode(line) for line in lines]
+    started = [event for event in said if isinstance(event, events.RunStarted)]
+    steps = [event for event in said if isinstance(event, events.StepDone)]
+    assert [event.steps_per_print for event in started] == [2]
+    assert [(event.step, event.due) for event in steps] == [(1, False), (2, True), (3, False), (4, True)]
+    assert [(event.samples, event.skipped_steps, event.learning_rate) for event in steps] == [(2, 0, 0.1)] * 4
+    losses = [event.loss for event in steps if event.loss is not None]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert all(event.grad_norm is not None and event.seconds >= 0 for event in steps)
+
+
 def test_every_event_the_runtime_says_has_the_fields_of_its_dataclass():
     for where, kind, fields in _emit_calls():
         assert kind in events.WORKER_KINDS, where

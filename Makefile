@@ -41,7 +41,8 @@ clean:
 
 # torch comes first and alone: what the constraint names is then there before anything else can ask for another.
 $(READY): setup.cfg pyproject.toml constraints.txt
+	@echo 'setting up $(VENV) (once, a few minutes)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

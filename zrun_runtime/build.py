@@ -142,5 +142,5 @@ def _announce(engine: Engine) -> None:
     )
     if world.rank == 0:
         for note in config.notes:
-            if note.kind != "honoured":
+            if note.kind in ("no_effect", "migrated", "unknown"):
                 notice("info", f"config {note.path}: {note.text}")

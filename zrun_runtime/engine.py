@@ -164,6 +164,10 @@ class Engine(nn.Module):
         """Drop all gradients, those already reduced included."""
         self.zero.end_step()
 
+    def expect_steps(self, total: int | None) -> None:
+        """Tell the console how many optimizer steps there will be, so that it can show what remains."""
+        self.progress.total_steps = total
+
     # ---- questions
 
     @property
@@ -194,6 +198,10 @@ class Engine(nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """L2 norm over all ranks and parameters at the last boundary, before clipping; inf if it was skipped."""
         return self._last.grad_norm if self._last is not None else None
+
+    def mean_loss(self) -> float:
+        """The loss at the last boundary, mean over ranks and micro-batches; NaN if `backward` never saw one."""
+        return self._last.loss if self._last is not None and self._last.loss is not None else float("nan")
 
     def was_step_applied(self) -> bool:
         """The last boundary changed the weights."""

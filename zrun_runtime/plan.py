@@ -13,6 +13,9 @@ from zrun_runtime.errors import ConfigError
 from zrun_runtime.layout import Layout
 
 
+ALL_STAGES = (0, 1, 2, 3)
+
+
 class TierKind(Enum):
     """Where a kind of state lives between uses."""
 
@@ -47,7 +50,7 @@ class StatePlan:
         Raises:
             ConfigError: the stage is not 0, 1, 2 or 3.
         """
-        if stage not in (0, 1, 2, 3):
+        if stage not in ALL_STAGES:
             raise ConfigError(f"zero_optimization.stage: got {stage}, expected 0, 1, 2 or 3")
         return cls(
             params=Residency(Layout.SHARDED if stage >= 3 else Layout.REPLICATED),

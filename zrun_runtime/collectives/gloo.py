@@ -110,7 +110,14 @@ class LonelyTransport:
 
 
 def _sum_into(out: Tensor, terms: list[Tensor], accumulate: bool) -> None:
-    """out = (out +) terms[0] + terms[1] + ..., in that order, in out's dtype."""
+    """out = (out +) terms[0] + terms[1] + ..., in that order, in out's dtype. `out` may be one of the terms."""
+    if not accumulate and any(term.data_ptr() == out.data_ptr() for term in terms):
+        total = terms[0]
+        for term in terms[1:]:
+            total.add_(term)
+        if total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+        return
     if accumulate:
         first = 0
     elif len(terms) > 1 and terms[0].dtype is out.dtype:

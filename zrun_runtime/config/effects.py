@@ -27,7 +27,7 @@ def _report(section: Section, data: dict[str, Any], path: str, stage: int, ledge
             ledger.problem(place, effect.sentence)
         elif effect.effect == UNSUPPORTED:
             ledger.note(place, "no_effect", "it is off", value)
-        elif value is not None and not ledger.is_assumed(place):
+        elif value is not None and not ledger.has_note(place):
             ledger.note(place, *effect.at(stage), value)
 
 

@@ -133,7 +133,7 @@ class HybridEngineConfig(OpenConfig):
 
 class ElasticityConfig(OpenConfig):
     enabled: bool = key(
-        False, UNSUPPORTED, "batch sizes are never changed by the world size: set the three batch keys, remove this"
+        False, UNSUPPORTED, "elastic batch sizes are not supported: set the three batch keys and remove this"
     )
 
 

@@ -31,7 +31,7 @@ def _distance(name: str, candidate: str) -> float | None:
     mine, theirs = set(name.lower().split("_")), set(candidate.split("_"))
     shared = len(mine & theirs)
     if shared >= 2 and shared / len(mine | theirs) >= 0.6:
-        return 3.0 + len(mine ^ theirs)
+        return 3.0 + 3 * len(mine - theirs) + len(theirs - mine)
     return None
 
 

@@ -71,9 +71,9 @@ class Ledger:
     def note(self, path: str, kind: NoteKind, text: str, value: Any = None) -> None:
         self.notes.append(Note(path, kind, text, value))
 
-    def is_assumed(self, path: str) -> bool:
-        """Whether it was said already what is taken for this key."""
-        return any(note.path == path and note.kind == "assumed" for note in self.notes)
+    def has_note(self, path: str) -> bool:
+        """Whether something was said of this key already."""
+        return any(note.path == path for note in self.notes)
 
     def problem(self, path: str, text: str) -> None:
         self.problems.append(Problem(path, text))

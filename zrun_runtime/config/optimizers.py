@@ -245,10 +245,13 @@ def read_scheduler(
 
 def _tell_of_arguments(path: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
     for name, value in params.items():
-        if name in given and not ledger.is_assumed(f"{path}.{name}"):
-            ledger.note(f"{path}.{name}", "honoured", "as given", value)
-        elif name not in given and value is not None and not ledger.is_assumed(f"{path}.{name}"):
-            ledger.note(f"{path}.{name}", "assumed", "not given: its default", value)
+        place = f"{path}.{name}"
+        if ledger.has_note(place):
+            continue
+        if name in given:
+            ledger.note(place, "honoured", "as given", value)
+        elif value is not None:
+            ledger.note(place, "assumed", "not given: its default", value)
 
 
 def _tell_of_schedule(name: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:

@@ -31,7 +31,7 @@ _TOKEN = re.compile(
     r"|(?P<other>.)",
     re.DOTALL,
 )
-_NAMED = re.compile(r"[$A-Za-z_<][\w${}<>.\-]*")
+_NAMED = re.compile(r"\{\{[^{}\n]*\}\}|\$?\{[^{}\n]*\}|[$A-Za-z_<][\w$<>.\-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "yes": "true", "no": "false"}
 
 

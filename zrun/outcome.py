@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from zrun.errors import HostLostError, ZrunError
 from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerStarted
 from zrun.job import FailureReport, JobSpec
 from zrun.outputs import likeness
+from zrun.transport.base import AgentEnd
 
 
 @dataclass
@@ -22,11 +24,19 @@ class HostState:
     failed: AgentFailed | None = None
     done: AgentDone | None = None
     lost: ZrunError | None = None  # the link ended before the agent was done
+    end: AgentEnd | None = None  # how its agent came to an end, where `lost` asks for that
 
     @property
     def complete(self) -> bool:
         """Every worker ended with 0 and the agent has cleaned up."""
         return self.done is not None and len(self.exits) == self.spec.local_world_size and not self.failures
+
+    @property
+    def log_dir(self) -> str:
+        """Where the files of all its ranks are, as far as is known; empty if they were removed."""
+        if self.done is not None:
+            return self.done.log_dir
+        return next((os.path.dirname(path) for path in self.log_dirs.values() if path), "")
 
     @property
     def failures(self) -> list[WorkerExited]:
@@ -97,16 +107,7 @@ class Outcome:
             return None
         if host.failures:
             return self._worker_report(host, min(host.failures, key=lambda e: e.at))
-        others = self._others_stopped(set())
-        where = host.done.log_dir if host.done else ""
-        name = host.spec.host
-        if host.failed is not None:
-            code, failed = host.failed.exit_code or 1, host.failed
-            return FailureReport(failed.message, name, None, code, code, hint=failed.hint, others_stopped=others)
-        lost = host.lost or HostLostError("for an unknown reason")
-        message = f"{name} is lost: {lost.message}"
-        code = lost.exit_code
-        return FailureReport(message, name, None, code, code, hint=lost.hint, others_stopped=others, log_path=where)
+        return _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)
 
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode
@@ -140,6 +141,30 @@ class Outcome:
 
     def _others_stopped(self, alike: set[int]) -> int:
         return sum(e.stopped and e.rank not in alike for host in self.hosts for e in host.exits.values())
+
+
+def _agent_report(host: HostState, failed: AgentFailed) -> FailureReport:
+    code = failed.exit_code or 1
+    return FailureReport(failed.message, host.spec.host, None, code, code, hint=failed.hint, log_path=host.log_dir)
+
+
+def _lost_report(host: HostState) -> FailureReport:
+    lost = host.lost or HostLostError("for an unknown reason")
+    end = host.end or AgentEnd(None, "")
+    code = end.returncode or 0
+    number = -code if code < 0 else code - 128  # the keeper says it as a shell does
+    how = f" ({_signal_name(number)})" if number > 0 else ""
+    return FailureReport(
+        message=f"{host.spec.host} is lost: {lost.message}{how}",
+        host=host.spec.host,
+        rank=None,
+        returncode=lost.exit_code,
+        exit_code=lost.exit_code,
+        signal_name=_signal_name(number) if number > 0 else "",
+        traceback=end.last_words,
+        hint=lost.hint,
+        log_path=host.log_dir,
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -18,10 +18,10 @@ from zrun.console import Console
 from zrun.errors import HostLostError
 from zrun.events import AgentFailed, Event, WorkerExited
 from zrun.feed import ConsoleFeed
-from zrun.outcome import HostState, Outcome
+from zrun.outcome import Outcome
 from zrun.prepare import Job
 from zrun.signals import FORWARDED, Signalled, SignalQueue
-from zrun.transport.base import AgentEnd, Transport
+from zrun.transport.base import Transport
 
 GREETING_SECONDS = 60.0  # for an agent to start
 _ALIKE_SECONDS = 0.25  # after a failure, for others that fail at the same moment to say so ...
@@ -168,7 +168,7 @@ class Supervisor:
         for connection, host in zip(self._connections, self._outcome.hosts, strict=True):
             lost = host.lost is not None and host.done is None
             grace = self._job.specs[0].grace if lost else 0.0  # its keeper may still be at work
-            self._explain(host, connection.end(grace + _CLEANUP_SECONDS))
+            host.end = connection.end(grace + _CLEANUP_SECONDS)
         report = self._outcome.report()
         if report is not None:
             self._feed.failed(report)
@@ -182,17 +182,6 @@ class Supervisor:
                 break
             self._take(self._next_item())
         return code
-
-    def _explain(self, host: HostState, end: AgentEnd) -> None:
-        """How an agent that left too early came to its end."""
-        if host.lost is None:
-            return
-        code = end.returncode or 0
-        number = -code if code < 0 else code - 128
-        if number > 0:
-            host.lost.message += f" (killed by signal {number})"
-        if end.last_words:
-            host.lost.hint = "\n".join(x for x in (host.lost.hint, end.last_words) if x)
 
     def _say_where_the_output_is(self) -> None:
         for host in self._outcome.hosts:

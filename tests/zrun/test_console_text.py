@@ -72,6 +72,7 @@ def test_lines_keep_their_indentation():
         (figures.scale(2.0**32), "2^32"),
         (figures.scale(1.5), "1.5"),
         (figures.step_time(0.00085), "0.85 ms"),
+        (figures.step_time(0.00721), "7.2 ms"),
         (figures.step_time(0.045), "45 ms"),
         (figures.step_time(1.234), "1.23 s"),
         (figures.step_time(12.34), "12.3 s"),

@@ -44,7 +44,7 @@ def scale(value: float | None) -> str:
 
 
 def step_time(seconds: float | None) -> str:
-    """One step: 0.85 ms, 45 ms, 1.23 s, 2:05."""
+    """One step: 0.85 ms, 7.2 ms, 45 ms, 1.23 s, 2:05."""
     if seconds is None or not math.isfinite(seconds):
         return _odd(seconds)
     if seconds >= 100:
@@ -52,7 +52,7 @@ def step_time(seconds: float | None) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     milliseconds = seconds * 1000
-    return f"{milliseconds:.2f} ms" if milliseconds < 1 else f"{milliseconds:.0f} ms"
+    return f"{milliseconds:.{2 if milliseconds < 1 else 1 if milliseconds < 10 else 0}f} ms"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,264 @@
+"""What a worker finds when it starts, and how a command line becomes a job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+
+import pytest
+
+from tests.launch.jobs import command, job, read
+from zrun import topology
+from zrun.console import make_console
+from zrun.devices import usable_cores
+from zrun.hostfile import Host
+from zrun.prepare import prepare
+from zrun.settings import LaunchConfig
+from zrun.supervisor import Supervisor
+from zrun.transport.local import LocalTransport
+
+CPU = ("--backend", "gloo")
+TELL = """
+    import json, os, sys
+    told = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "stdin": sys.stdin.read(),
+            "session": os.getsid(0) == os.getpid()}
+    with open("told" + os.environ["RANK"], "w") as file:
+        json.dump(told, file)
+"""
+
+
+def told(directory, rank=0):
+    return json.loads((directory / f"told{rank}").read_text())
+
+
+def test_the_worker_environment(tmp_path):
+    with job(tmp_path, TELL, "--num_gpus", "2", *CPU) as run:
+        assert run.wait() == 0
+    for rank in (0, 1):
+        seen = told(tmp_path, rank)
+        env = seen["env"]
+        assert (seen["cwd"], seen["stdin"], seen["session"]) == (str(tmp_path), "", True)
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "LOCAL_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "ZRUN_DEVICE": "cpu",
+            "ZRUN_BACKEND": "gloo",
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // 2)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        assert {name: env.get(name) for name in expected} == expected
+        assert 1024 < int(env["MASTER_PORT"]) < 65536
+        assert env["ZRUN_JOB_ID"] == told(tmp_path, 0)["env"]["ZRUN_JOB_ID"]
+
+
+def test_arguments_arrive_byte_for_byte(tmp_path):
+    odd = ["a b", "c;d", "$X", "it's", '"q"', "*", "", "new\nline", "ü😀", "--config", "ds.json", "--num_gpus", "7"]
+    odd += ["--", "-v", "--dry_run", os.fsdecode(b"\xff\xfe"), "\\", "%s", "`x`"]
+    with job(tmp_path, TELL, "--num_gpus", "2", *CPU, args=odd) as run:
+        assert run.wait() == 0
+        for rank in (0, 1):
+            assert told(tmp_path, rank)["argv"] == odd
+
+
+@pytest.mark.parametrize(("style", "expected"), [("_", "--local_rank=1"), ("-", "--local-rank=1")])
+def test_the_local_rank_argument(tmp_path, style, expected):
+    with job(tmp_path, TELL, "--num_gpus", "2", "--local_rank_arg", style, *CPU, args=["x"]) as run:
+        assert run.wait() == 0
+        assert told(tmp_path, 1)["argv"] == [expected, "x"]
+
+
+def test_variables_from_options_and_files(tmp_path):
+    (tmp_path / "vars").write_text("A=from file\nB='1\n2'\nC=x=y # why\n")
+    options = ["--env_file", "vars", "--env", "A=wins", "--env", "HERE", "--env", "OMP_NUM_THREADS=3"]
+    with job(tmp_path, TELL, *options, *CPU, environ={"HERE": "s3cret"}) as run:
+        assert run.wait() == 0
+        env = told(tmp_path)["env"]
+        assert [env[n] for n in ("A", "B", "C", "HERE", "OMP_NUM_THREADS")] == ["wins", "1\n2", "x=y", "s3cret", "3"]
+
+
+def test_no_secret_is_in_any_command_line_or_file(tmp_path):
+    script = """
+        import os, pathlib, time
+        pathlib.Path("up").touch()
+        time.sleep(600)
+    """
+    (tmp_path / "vars").write_text("FILE_TOKEN=hush-hush-2\n")
+    options = ["--env", "API_TOKEN", "--env_file", "vars"]
+    with job(tmp_path, script, *options, *CPU, environ={"API_TOKEN": "hush-hush-1"}) as run:
+        run.wait_for("up")
+        for pid in (*run.pids(), run.process.pid):
+            assert "hush-hush" not in read(f"/proc/{pid}/cmdline")
+        assert not any("hush-hush" in path.read_text() for path in run.temp.rglob("*") if path.is_file())
+
+
+def test_a_secret_on_the_command_line_is_warned_of(tmp_path):
+    with job(tmp_path, "", "--env", "WANDB_API_KEY=x", *CPU) as run:
+        assert run.wait() == 0
+        assert "warning" in run.out and "--env WANDB_API_KEY" in run.out
+
+
+def test_modules_and_programs(tmp_path):
+    (tmp_path / "mod.py").write_text("import sys; print('module', sys.argv[1:])")
+    with command(tmp_path, *CPU, "--module", "mod", "--flag") as run:
+        assert run.wait() == 0
+        assert "module ['--flag']" in run.out
+    with command(tmp_path, *CPU, "--no_python", "echo", "program", "$RANK") as run:
+        assert run.wait() == 0
+        assert "program $RANK" in run.out
+
+
+def test_two_agents_on_this_machine_are_two_nodes(tmp_path, monkeypatch, capfd):
+    (tmp_path / "script.py").write_text(
+        "import json, os\njson.dump({'env': dict(os.environ)}, open('told' + os.environ['RANK'], 'w'))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", "")
+    config = LaunchConfig("script.py", backend="gloo")
+    made = prepare(config, os.environ, str(tmp_path), [Host("one", 2), Host("none", 0), Host("two", 1)])
+    assert Supervisor(made, LocalTransport(os.environ), make_console("json", sys.stdout)).run() == 0
+    names = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "CROSS_RANK")
+    assert [[told(tmp_path, rank)["env"][n] for n in names] for rank in range(3)] == [
+        ["0", "0", "2", "3", "2", "0"],
+        ["0", "1", "2", "3", "2", "0"],
+        ["1", "0", "1", "3", "2", "1"],
+    ]
+    hosts = {json.loads(line).get("host") for line in capfd.readouterr().out.splitlines()}
+    assert {"one", "two"} <= hosts
+
+
+def test_a_failure_on_one_node_stops_the_other(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(
+        "import os, time\nif os.environ['GROUP_RANK'] == '1': raise SystemExit(7)\ntime.sleep(600)\n"
+    )
+    made = prepare(LaunchConfig("script.py", backend="gloo"), os.environ, str(tmp_path), [Host("a", 2), Host("b", 1)])
+    assert Supervisor(made, LocalTransport(os.environ), make_console("plain", sys.stdout)).run() == 7
+    assert "rank 2 on b exited with code 7" in capfd.readouterr().out
+    assert made.ranks == topology.assign_ranks([Host("a", 2), Host("b", 1)])
+
+
+def test_a_node_that_is_done_does_not_end_the_other(tmp_path, capfd):
+    (tmp_path / "script.py").write_text(
+        "import os, time\ntime.sleep(1.0 * int(os.environ['GROUP_RANK']))\nprint('end', os.environ['RANK'])\n"
+    )
+    made = prepare(LaunchConfig("script.py", backend="gloo"), os.environ, str(tmp_path), [Host("a", 1), Host("b", 1)])
+    assert Supervisor(made, LocalTransport(os.environ), make_console("plain", sys.stdout)).run() == 0
+    assert "end 1" in capfd.readouterr().out
+
+
+def test_eight_jobs_at_once(tmp_path):
+    script = """
+        import os, socket, time
+        if os.environ["RANK"] == "0":
+            server = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            server.settimeout(20)
+            server.accept()[0].sendall(os.environ["ZRUN_JOB_ID"].encode())
+        else:
+            for _ in range(200):
+                try:
+                    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as link:
+                        assert link.recv(100).decode() == os.environ["ZRUN_JOB_ID"]
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            else:
+                raise SystemExit("nobody answers")
+    """
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for i in range(8):
+            directory = tmp_path / str(i)
+            directory.mkdir()
+            runs.append(stack.enter_context(job(directory, script, "--num_gpus", "2", *CPU)))
+        assert [run.wait() for run in runs] == [0] * 8
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        with job(tmp_path, "", "--master_port", port, *CPU) as run:
+            assert run.wait() == 2
+            assert port in run.err and str(os.getpid()) in run.err
+    with job(tmp_path, TELL, "--master_port", port, *CPU) as run:
+        assert run.wait() == 0
+        assert told(tmp_path)["env"]["MASTER_PORT"] == port
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.py"], ["missing.py"]),
+        (["script"], ["script.py"]),
+        (["--num_gpus", "0", "script.py"], ["num_gpus"]),
+        (["--num_gpu", "2", "script.py"], ["--num_gpu", "num_gpus"]),
+        (["--frobnicate"], ["--frobnicate"]),
+        (["--backend", "nccl", "script.py"], ["nccl", "GPU"]),
+        (["--device", "cuda", "script.py"], ["cuda", "GPU"]),
+        (["--device", "cpu", "--backend", "nccl", "script.py"], ["nccl", "cpu"]),
+        (["--plain", "--json", "script.py"], ["--plain", "--json"]),
+        (["--module", "--no_python", "x"], ["--module", "--no_python"]),
+        (["--no_python", "no-such-program"], ["no-such-program", "PATH"]),
+        (["--no_python", "./script.py"], ["not executable"]),
+        (["--env", "RANK=1", "script.py"], ["RANK"]),
+        (["--env", "MASTER_PORT=1", "script.py"], ["--master_port"]),
+        (["--env", "1X=1", "script.py"], ["1X"]),
+        (["--env", "NOT_THERE_AT_ALL", "script.py"], ["NOT_THERE_AT_ALL"]),
+        (["--env_file", "nothing", "script.py"], ["nothing"]),
+        (["--env_file", "bad", "script.py"], ["bad:2", "what is this"]),
+        (["hosts"], ["hosts", "hostfile"]),
+        (["shell"], ["--no_python"]),
+        (["directory"], ["directory", "__main__"]),
+        (["--local_rank_arg", "x", "script.py"], ["local_rank_arg"]),
+        (["--grace", "-1", "script.py"], ["grace"]),
+        (["--log_dir", "script.py/logs", "script.py"], ["script.py/logs"]),
+    ],
+)
+def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "bad").write_text("A=1\nwhat is this\n")
+    (tmp_path / "hosts").write_text("# my machines\nnode1 slots=4\n")
+    (tmp_path / "shell").write_text("#!/bin/bash\necho\n")
+    (tmp_path / "directory").mkdir()
+    with command(tmp_path, *arguments, environ={"CUDA_VISIBLE_DEVICES": ""}) as run:
+        assert run.wait() == 2
+        said = run.err + run.out
+        assert "Traceback" not in said
+        assert all(word in said for word in words), said
+
+
+def test_the_rank_table(tmp_path):
+    with job(tmp_path, "raise SystemExit(1)", "--dry_run", "--num-accelerators=3", "--device", "cpu") as run:
+        assert run.wait() == 0
+        rows = [line.split() for line in run.out.splitlines()[-3:]]
+        assert rows == [[str(i), "localhost", "0", str(i), "cpu"] for i in range(3)]
+
+
+def test_help_and_version(tmp_path):
+    with command(tmp_path, "--version") as run:
+        assert run.wait() == 0 and run.out.startswith("zrun ")
+    with command(tmp_path, "--help") as run:
+        assert run.wait() == 0
+        assert "--num_gpus" in run.out and "Examples" in run.out
+
+
+def test_without_a_gpu_the_console_says_so(tmp_path):
+    with job(tmp_path, "", environ={"CUDA_VISIBLE_DEVICES": ""}) as run:
+        assert run.wait() == 0
+        assert "1 worker" in run.out and "no GPU" in run.out
+
+
+def test_run_is_always_the_script(tmp_path):
+    (tmp_path / "plan").write_text("print('my own plan')")
+    for words in (["run", "--", "plan"], ["run", *CPU, "plan"], ["plan"]):
+        with command(tmp_path, *words) as run:
+            assert run.wait() == 0
+            assert "my own plan" in run.out

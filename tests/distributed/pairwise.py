@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
@@ -19,16 +20,19 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 def cover(columns: Mapping[str, Sequence[Any]], fixed: Iterable[Row] = ()) -> list[Row]:
     """Rows that cover all pairs, greedily: first one for each partly given row in `fixed`, then what is missing.
 
-    Where a value brings no new pair, the one whose pairs were used least is taken, so repetitions are spread.
+    Ties are broken by chance, always the same, so that three columns do not march in step.
     """
     order = {column: index for index, column in enumerate(columns)}
     missing = set().union(*(pairs_of(dict(zip(columns, values, strict=True))) for values in product(*columns.values())))
     uses: Counter[Pair] = Counter()
+    chance = random.Random(0)
     rows: list[Row] = []
 
-    def worth(row: Row, column: str, value: Any) -> tuple[int, int]:
+    def worth(row: Row, column: str, value: Any) -> tuple[int, float]:
         new = [_pair(order, (column, value), item) for item in row.items()]
-        return sum(pair in missing for pair in new), -sum(uses[pair] for pair in new)
+        return sum(pair in missing for pair in new), chance.random() - sum(uses[pair] for pair in new) / len(
+            rows or new
+        )
 
     def add(row: Row) -> None:
         for column, values in columns.items():

@@ -78,7 +78,7 @@ class Reference:
         self.scenario, self.recipe, self.world = scenario, recipe, world
         self.model = build(scenario, recipe.dtype)
         self.run = PlainRun(self.model, recipe.accumulation)
-        self.trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad and p.numel()}
         self.optimizers = self._optimizers()
         self.buffers = [{k: b.clone() for k, b in self.model.named_buffers()} for _ in range(world)]
         self.outcomes = [Outcome() for _ in range(world)]

@@ -94,19 +94,19 @@ def digest(weights: dict[str, Tensor]) -> str:
     return mark.hexdigest()
 
 
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What an optimizer can change: trainable parameters that have elements."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+
+
 def full_grads(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients of all trainable parameters, between a boundary backward and step. Collective."""
-    grads = {}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            grads[name] = zrun_runtime.safe_get_full_grad(parameter).detach().clone()
-    return grads
+    """The gradients of all trained parameters, between a boundary backward and step. Collective."""
+    return {name: zrun_runtime.safe_get_full_grad(p).detach().clone() for name, p in trained(module).items()}
 
 
 def masters(module: nn.Module) -> dict[str, Tensor]:
-    """The fp32 weights behind all trainable parameters. Collective."""
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    return {name: zrun_runtime.safe_get_full_fp32_param(p).detach().clone() for name, p in trainable}
+    """The fp32 weights behind all trained parameters. Collective."""
+    return {name: zrun_runtime.safe_get_full_fp32_param(p).detach().clone() for name, p in trained(module).items()}
 
 
 def train(rank: int, world: int, *, name: str, stage: int, recipe: Recipe) -> Trained:

@@ -50,7 +50,7 @@ def test_a_whole_number_however_it_is_spelt(spelling):
 
 
 @pytest.mark.parametrize(
-    "value", [15099494.4, 1e-3, True, False, None, "many", "", [], {}, "nan", math.inf, -5, "-1e3"]
+    "value", [15099494.4, 1e-3, True, False, None, "many", "", [], {}, "nan", math.inf, -5, "-1e3", 10**40, 1e40]
 )
 def test_what_is_no_size_is_refused_by_name(value):
     key = "zero_optimization.stage3_prefetch_bucket_size"

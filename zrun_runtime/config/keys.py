@@ -23,6 +23,7 @@ Effect = Literal["honoured", "no_effect", "unsupported"]
 HONOURED: Effect = "honoured"
 NO_EFFECT: Effect = "no_effect"
 UNSUPPORTED: Effect = "unsupported"
+LARGEST = 2**63 - 1
 NOT_BUILT = "not built yet"  # how the sentence of a NO_EFFECT key starts that will have its effect one day
 
 
@@ -105,16 +106,20 @@ def as_number(value: Any) -> float | int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("must be a number")
-    if not isinstance(value, str):
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        pass
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError("must be a number") from None
+    if isinstance(value, str):
+        value = _spelt_out(value)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("must be a number of at most 63 bits")
+    return value
+
+
+def _spelt_out(text: str) -> float | int:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise ValueError("must be a number")
 
 
 def as_whole(value: Any) -> int:
@@ -128,7 +133,7 @@ def as_whole(value: Any) -> int:
     except ValueError:
         raise ValueError("must be a whole number") from None
     if isinstance(number, float):
-        if not math.isfinite(number) or not number.is_integer():
+        if not math.isfinite(number) or not number.is_integer() or abs(number) > LARGEST:
             raise ValueError("must be a whole number")
         return int(number)
     return number

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zrun_runtime.config import extras_schema as extras
+import zrun_runtime.config.extras_schema as extras
 from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,

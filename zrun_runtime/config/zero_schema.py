@@ -8,6 +8,7 @@ from pydantic import BeforeValidator
 
 from zrun_runtime.config.keys import (
     HONOURED,
+    LARGEST,
     NO_EFFECT,
     NOT_BUILT,
     UNSUPPORTED,
@@ -20,8 +21,6 @@ from zrun_runtime.config.keys import (
     key,
     section,
 )
-
-UNBOUNDED = 2**63 - 1  # elements: more than any model has
 
 
 def _as_names(value: Any) -> Any:
@@ -104,7 +103,7 @@ class ZeroConfig(Section):
         stages=(3,),
     )
     model_persistence_threshold: Size = key(
-        UNBOUNDED,
+        LARGEST,
         NO_EFFECT,
         f"{NOT_BUILT}: stage3_param_persistence_threshold alone decides",
         alias="stage3_model_persistence_threshold",

@@ -10,6 +10,8 @@ import pytest
 
 from zrun import events
 from zrun.console import make_console
+from zrun.console.output import Output
+from zrun.console.plain import PlainConsole
 from zrun.errors import UsageError
 from zrun.job import FailureReport, JobView
 
@@ -167,6 +169,107 @@ def test_a_failure_without_a_traceback_is_one_line():
     assert printed("plain", report) == ["zrun: error: node-2 is lost: no route"]
     killed = failure(message="rank 0 died", signal_name="SIGKILL")
     assert printed("plain", killed) == ["zrun: error: rank 0 died (SIGKILL)"]
+
+
+class Talk:
+    """A plain console with a clock that a test moves."""
+
+    def __init__(self, world_size: int = 3) -> None:
+        self.now = 0.0
+        self.stream = io.StringIO()
+        self.console = PlainConsole(Output(self.stream), clock=lambda: self.now)
+        self.console.job_started(view(world_size=world_size))
+        self.lines()
+
+    def crash(self, rank: int, error: str, stopped: bool = False, returncode: int = 1) -> None:
+        text = f"Traceback (most recent call last):\n  File x.py, line 3\n{error}"
+        self.errors(rank, *text.split("\n"))
+        self.console.handle("localhost", events.WorkerExited(rank, returncode, stopped, 0.0, text))
+
+    def errors(self, rank: int, *lines: str) -> None:
+        for line in lines:
+            self.console.handle("localhost", events.WorkerOutput(rank, "stderr", line))
+
+    def lines(self) -> list[str]:
+        """What was printed since the last call."""
+        said = self.stream.getvalue().splitlines()
+        self.stream.seek(0)
+        self.stream.truncate()
+        return said
+
+
+def test_a_traceback_is_shown_once_and_last():
+    talk = Talk()
+    for rank in range(3):
+        talk.crash(rank, f"ValueError: tensor {rank}")
+    talk.console.handle("localhost", output(0, "meanwhile"))
+    assert talk.lines() == ["[0] meanwhile"]
+    report = failure(
+        traceback="Traceback (most recent call last):\n  File x.py, line 3\nValueError: tensor 0", same_count=3
+    )
+    talk.console.failed(report)
+    talk.console.close(1)
+    said = talk.lines()
+    assert said.count("  ValueError: tensor 0") == 1
+    assert not any("tensor 1" in line or "tensor 2" in line for line in said)
+    assert said[0] == "zrun: rank 3 on node-2 ended with:"
+
+
+def test_other_tracebacks_than_the_reported_one_are_shown_before_it():
+    talk = Talk(world_size=4)
+    talk.crash(0, "ValueError: mine")
+    for rank in (1, 2, 3):
+        talk.crash(rank, f"RuntimeError: connection {rank} closed", stopped=True)
+    talk.console.failed(failure(traceback="Traceback (most recent call last):\n  File x.py, line 3\nValueError: mine"))
+    assert talk.lines()[:5] == [
+        "[1] Traceback (most recent call last):",
+        "[1]   File x.py, line 3",
+        "[1] RuntimeError: connection 1 closed",
+        "zrun: 2 other ranks said the same",
+        "zrun: rank 3 on node-2 ended with:",
+    ]
+
+
+def test_a_traceback_of_a_worker_that_goes_on_is_shown_a_moment_later():
+    talk = Talk()
+    talk.errors(1, "before", "[rank1]: Traceback (most recent call last):", "  File y.py", "KeyError: 1")
+    assert talk.lines() == ["[1] before"]
+    talk.now = 1.0
+    talk.console.tick()
+    assert talk.lines() == []
+    talk.now = 3.0
+    talk.console.tick()
+    talk.errors(1, "after")
+    assert talk.lines() == [
+        "[1] [rank1]: Traceback (most recent call last):",
+        "[1]   File y.py",
+        "[1] KeyError: 1",
+        "[1] after",
+    ]
+
+
+def test_a_traceback_of_a_worker_that_ends_well_is_shown():
+    talk = Talk()
+    talk.crash(1, "KeyError: caught", returncode=0)
+    assert talk.lines()[-1] == "[1] KeyError: caught"
+
+
+def test_an_interrupted_job_shows_what_its_ranks_said_once():
+    talk = Talk()
+    for rank in range(3):
+        talk.crash(rank, "KeyboardInterrupt", stopped=True)
+    talk.console.close(130)
+    assert talk.lines()[2:] == ["[0] KeyboardInterrupt", "zrun: 2 other ranks said the same"]
+
+
+def test_an_endless_traceback_is_not_kept_back():
+    talk = Talk()
+    talk.errors(0, "Traceback (most recent call last):")
+    for number in range(50):
+        talk.errors(0, f"  {number} " + "x" * 1000)
+    said = talk.lines()
+    assert said[0] == "[0] Traceback (most recent call last):"
+    assert [line.split()[1] for line in said[1:]] == [str(number) for number in range(50)]
 
 
 def test_a_stream_that_lacks_characters_shows_others_instead():

@@ -46,10 +46,9 @@ class LiveConsole(Narrator):
         terminal: Terminal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(verbose)
+        super().__init__(verbose, clock)
         # rich wants a TextIO and uses write, flush, isatty, fileno and encoding of it.
         self._terminal = terminal or Terminal(file=output, highlight=False, markup=False, emoji=False)  # type: ignore[arg-type]
-        self._clock = clock
         self._row = StepRow(self)
         self._live = Live(
             self._row,
@@ -68,10 +67,10 @@ class LiveConsole(Narrator):
     @property
     def elapsed(self) -> float:
         """Seconds since the job started."""
-        return self._clock() - self._began_at
+        return self.clock() - self._began_at
 
     def job_started(self, job: JobView) -> None:
-        self._began_at = self._clock()
+        self._began_at = self.clock()
         super().job_started(job)
         self._row.reset()
         self._flush()
@@ -84,12 +83,14 @@ class LiveConsole(Narrator):
         super().failed(failure)
 
     def tick(self) -> None:
+        super().tick()
         if self._pending:
             self._flush()
-        elif self._stale or self._clock() - self._drawn_at >= 1:
+        elif self._stale or self.clock() - self._drawn_at >= 1:
             self._draw()
 
     def close(self, exit_code: int) -> None:
+        super().close(exit_code)
         self._end_row()
         if self.job is not None and not self._failed:
             took = figures.duration(self.elapsed)
@@ -139,7 +140,7 @@ class LiveConsole(Narrator):
         self._pending.append(line)
         self._pending_chars += len(line)
         full = len(self._pending) >= BUFFER_LINES or self._pending_chars >= BUFFER_CHARS
-        if full or self._clock() - self._printed_at >= PRINT_SECONDS:
+        if full or self.clock() - self._printed_at >= PRINT_SECONDS:
             self._flush()
 
     def _flush(self) -> None:
@@ -148,12 +149,12 @@ class LiveConsole(Narrator):
             text = Text("\n").join(self._pending)
             self._pending, self._pending_chars = [], 0
             self._terminal.print(text, soft_wrap=True)
-        self._printed_at = self._drawn_at = self._clock()
+        self._printed_at = self._drawn_at = self.clock()
         self._stale = False
 
     def _draw(self) -> None:
         self._live.refresh()
-        self._drawn_at = self._clock()
+        self._drawn_at = self.clock()
         self._stale = False
 
     def _end_row(self) -> None:

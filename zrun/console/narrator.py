@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zrun import events
 from zrun.console import cells, figures
+from zrun.console.lastwords import LastWords, Words
 from zrun.console.progress import Progress
 from zrun.console.sanitize import clean_line, clean_lines
 from zrun.job import FailureReport, JobView
@@ -56,12 +59,14 @@ def short_names(hosts: tuple[str, ...]) -> dict[str, str]:
 class Narrator:
     """Takes in events and calls the `show_...` methods, with clean text only. Bounded by the number of ranks."""
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, verbose: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.verbose = verbose
+        self.clock = clock
         self.job: JobView | None = None
         self.progress = Progress(1)
         self.prefix_width = 0  # columns of the widest prefix
         self._short_names: dict[str, str] = {}
+        self._last_words = LastWords()
         self._notices: deque[tuple[str, str, int]] = deque(maxlen=REMEMBERED_NOTICES)
 
     # ---- the words, made by whoever shows them ----
@@ -84,6 +89,7 @@ class Narrator:
     # ---- what the supervisor says ----
 
     def job_started(self, job: JobView) -> None:
+        self._show_words(self._last_words.rest(""))
         self.job = job
         self.verbose = self.verbose or job.verbose
         self.progress = Progress(job.world_size)
@@ -101,11 +107,18 @@ class Narrator:
         self._say(level, text)
 
     def failed(self, failure: FailureReport) -> None:
+        self._show_words(self._last_words.rest(failure.traceback))
         self.show_failure(failure_words(failure))
+
+    def tick(self) -> None:
+        self._show_words(self._last_words.overdue(self.clock()))
+
+    def close(self, exit_code: int) -> None:
+        self._show_words(self._last_words.rest(""))
 
     def handle(self, host: str, event: events.Event) -> None:
         if isinstance(event, events.WorkerOutput):
-            self.show_line(host, event, clean_line(event.text))
+            self._output(host, event)
         elif isinstance(event, events.StepDone):
             self._step(event)
         elif isinstance(event, events.MemoryUsed):
@@ -117,7 +130,7 @@ class Narrator:
         elif isinstance(event, events.OutputDropped):
             lines = figures.count(event.lines, "line")
             self._say("detail", f"{lines} of {self.name_of(host, event.rank)} came too fast to show: {event.path}")
-        elif self.verbose:
+        else:
             self._life(host, event)
 
     # ---- events into words ----
@@ -133,9 +146,23 @@ class Narrator:
             return ""
         return f"[{self._short_names.get(host, host)}:{rank}]" if len(self.job.hosts) > 1 else f"[{rank}]"
 
+    def _output(self, host: str, event: events.WorkerOutput) -> None:
+        if self._last_words.offer(host, event, self.clock()):
+            return
+        if not event.transient:
+            self._show_words(self._last_words.before(event))
+        self.show_line(host, event, clean_line(event.text))
+
+    def _show_words(self, words: list[Words]) -> None:
+        for said in words:
+            for event in said.lines:
+                self.show_line(said.host, event, clean_line(event.text))
+            if said.others:
+                self._say("detail", f"{figures.count(said.others, 'other rank')} said the same")
+
     def _step(self, event: events.StepDone) -> None:
         if self.progress.newest is not None and event.step <= self.progress.newest.step:
-            self.progress = Progress(self._world_size, event.total_steps)  # another engine of the same script
+            self.progress = self.progress.fresh(event.total_steps)  # another engine of the same script
         self.progress.step_done(event)
         skipped = cells.skipped_line(self.progress)
         if skipped:
@@ -145,7 +172,7 @@ class Narrator:
     def _run_started(self, event: events.RunStarted) -> None:
         if event.rank:
             return  # the others say the same
-        self.progress = Progress(self._world_size, event.total_steps)
+        self.progress = self.progress.fresh(event.total_steps)
         widest = max((len(label) for label, _ in event.details), default=0)
         for label, value in event.details:
             self._say("info", f"{label:<{widest}}  {value}")
@@ -161,6 +188,10 @@ class Narrator:
         self._say(event.level, who + event.text)
 
     def _life(self, host: str, event: events.Event) -> None:
+        if isinstance(event, events.WorkerExited):
+            self._show_words(self._last_words.exited(event))
+        if not self.verbose:
+            return
         if isinstance(event, events.WorkerStarted):
             self._say("detail", f"{self.name_of(host, event.rank)} started, pid {event.pid}")
         elif isinstance(event, events.WorkerExited):
@@ -176,7 +207,3 @@ class Narrator:
     def _say(self, level: str, text: str) -> None:
         for line in clean_lines(text):
             self.show_sentence(level, line)
-
-    @property
-    def _world_size(self) -> int:
-        return self.job.world_size if self.job else 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from zrun.console import cells
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output
@@ -13,15 +16,17 @@ _MARKS = {"info": "", "detail": "", "warning": "warning: ", "error": "error: "}
 class PlainConsole(Narrator):
     """One line for each worker line and message, and for each step that is owed one (`due`)."""
 
-    def __init__(self, output: Output, verbose: bool = False) -> None:
-        super().__init__(verbose)
-        self._output = output
+    def __init__(self, output: Output, verbose: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(verbose, clock)
+        self._stream = output
 
     def tick(self) -> None:
-        self._output.flush()
+        super().tick()
+        self._stream.flush()
 
     def close(self, exit_code: int) -> None:
-        self._output.flush()
+        super().close(exit_code)
+        self._stream.flush()
 
     def show_line(self, host: str, event: WorkerOutput, text: str) -> None:
         prefix = self.prefix_of(host, event.rank)
@@ -42,7 +47,7 @@ class PlainConsole(Narrator):
         self._write(f"zrun: error: {words.message}")
         for remark in words.remarks:
             self._write(f"zrun: {remark}")
-        self._output.flush()
+        self._stream.flush()
 
     def _write(self, line: str) -> None:
-        self._output.write(line + "\n")
+        self._stream.write(line + "\n")

@@ -28,6 +28,10 @@ class Progress:
         self._had_loss = False
         self.skips_in_a_row = 0  # up to the newest step; 0 if that was applied
 
+    def fresh(self, total: int | None) -> Progress:
+        """The beginning of another run of the same ranks."""
+        return Progress(self._world_size, total)
+
     def memory_used(self, event: MemoryUsed) -> None:
         if 0 <= event.rank < self._world_size:
             self._memory[event.rank] = event.used

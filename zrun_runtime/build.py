@@ -136,7 +136,8 @@ def _announce(engine: Engine) -> None:
             "model": f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {trained:,} trained",
             "zero": f"stage {config.zero.stage}, {len(engine.zero.groups)} groups",
             "precision": config.precision,
-            "batch": f"{config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} x {world.size}",
+            "batch": f"{config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} steps"
+            f" x {world.size} ranks",
             "device": f"{world.device.type}, {world.backend}",
         }
     )

@@ -19,7 +19,7 @@ def build_loader(
     drop_last: bool = False,
 ) -> DataLoader[Any]:
     """Micro-batches of this rank: a shuffled share of a map-style dataset, or an iterable dataset as it comes."""
-    sampler = None
+    sampler: DistributedSampler[Any] | None = None
     if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=True, drop_last=drop_last)
     return DataLoader(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from zrun_runtime.errors import DistributedError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_HOW_TO_START = "start the script with zrun or torchrun"
 # The names under which each launcher tells the same four facts, in the order in which they are looked for.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
@@ -70,7 +71,9 @@ def init_distributed(
     rank = rank if rank >= 0 else _number(_RANK, 0)
     world_size = world_size if world_size > 0 else _number(_WORLD_SIZE, 1)
     if not 0 <= rank < world_size:
-        raise DistributedError(f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun")
+        raise DistributedError(
+            f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun"
+        )
     backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if _wants_cuda() else "gloo")
     if world_size == 1 and init_method is None and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -84,7 +87,8 @@ def init_distributed(
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedError(
-            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the {backend} group at {where}: {error}",
+            f"rank {rank} of {world_size} on {socket.gethostname()} could not join the {backend} group at {where}: "
+            f"{error}",
             "is rank 0 alive, is the port free there, and does a firewall let it through?",
         ) from error
 
@@ -108,7 +112,13 @@ def current_world() -> World:
     if control is None:
         control = _control_groups[group] = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return World(
-        dist.get_rank(group), dist.get_world_size(group), local_rank, training_device(local_rank), backend, group, control
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        local_rank,
+        training_device(local_rank),
+        backend,
+        group,
+        control,
     )
 
 
@@ -141,6 +151,6 @@ def _number(names: tuple[str, ...], default: int) -> int:
         if text is None:
             continue
         if not text.isdecimal():
-            raise DistributedError(f"{name}={text!r} is not a number", "start the script with zrun or torchrun")
+            raise DistributedError(f"{name}={text!r} is not a number", _HOW_TO_START)
         return int(text)
     return default

@@ -257,7 +257,7 @@ class Engine(nn.Module):
         finally:
             self.zero.holder.unpin(groups)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
         return module_state_dict(self.module, self.zero)
 

@@ -69,7 +69,9 @@ class FlatGroup:
         self._pending = Pending()
         self._versions = [p._version for p in spec.parameters]
         if self.comes_and_goes:
-            self._blanks = [adopt(p, n, v, owner) for p, n, v in zip(spec.parameters, spec.names, self.views, strict=True)]
+            self._blanks = [
+                adopt(p, n, v, owner) for p, n, v in zip(spec.parameters, spec.names, self.views, strict=True)
+            ]
             self.reshard()
 
     def _take_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -1,10 +1,13 @@
 """Which parameters go together: the units of a model, and the flat groups made of them.
 
 [Note: units]
-Where parameters come and go, a unit is a module whose call brings them. A block (an item of a ModuleList, ModuleDict or
-Sequential; a module that reads its children's weights without calling them, such as MultiheadAttention) is one unit with
-everything below it. Outside blocks every module that has parameters of its own is a unit with just those. So a block's
-children may read each other's weights, and an embedding outside the blocks is not kept while the blocks run.
+Where parameters come and go, a unit is a module whose call brings them.
+- A block (an item of a ModuleList, ModuleDict or Sequential; a module that reads its children's weights without calling
+  them, such as MultiheadAttention) is one unit with everything below it, so its children may read each other's weights.
+- An embedding outside the blocks, and any other module there that is larger than the largest block (a head), is a unit
+  of its own, so that it is not held while the blocks run.
+- What is left belongs to the model itself and is held for its whole forward. Ranks may use different parts of it: it is
+  gathered at one place, whatever the forward does. Its modules are units too, for calls from outside that forward.
 A parameter belongs to one group; a unit that shares another unit's parameter brings that group too.
 """
 
@@ -70,28 +73,35 @@ def manageable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parame
 
 
 def find_units(model: nn.Module, managed: dict[str, nn.Parameter], leaves: Sequence[nn.Module] = ()) -> list[Unit]:
-    """The units of a model in registration order. `leaves` are modules to be taken as blocks."""
+    """The units of a model: the model itself, then the others in registration order. `leaves` are taken as blocks."""
     names = {id(p): n for n, p in managed.items()}
     total = sum(p.numel() for p in managed.values())
-    units: list[Unit] = []
+    blocks: list[Unit] = []
+    loose: list[Unit] = []
 
-    def add(module: nn.Module, label: str, parameters: Iterable[nn.Parameter]) -> None:
+    def add(units: list[Unit], module: nn.Module, label: str, parameters: Iterable[nn.Parameter]) -> None:
         mine = {names[id(p)]: p for p in parameters if id(p) in names}
         if mine:
             units.append(Unit(module, label or "the model", mine))
 
     def visit(module: nn.Module, label: str, in_container: bool) -> None:
         if module in leaves or isinstance(module, _READS_CHILDREN) or (in_container and _is_block(module, total)):
-            add(module, label, module.parameters())
+            add(blocks, module, label, module.parameters())
             return
         if not isinstance(module, _NEVER_CALLED):
-            add(module, label, _read_directly(module))
+            add(loose, module, label, _read_directly(module))
         for name, child in module.named_children():
             if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
                 visit(child, f"{label}.{name}" if label else name, isinstance(module, _CONTAINERS))
 
     visit(model, "", False)
-    return units
+    largest = max((unit.numel for unit in blocks), default=total)
+    root = Unit(model, "the model", {})
+    for unit in loose:
+        if not isinstance(unit.module, nn.Embedding) and unit.numel <= largest:
+            root.parameters.update(unit.parameters)
+    in_order = [u for u in loose if u.module is not model] + blocks
+    return ([root] if root.parameters else []) + in_order
 
 
 def _is_block(module: nn.Module, total: int) -> bool:
@@ -122,9 +132,7 @@ def _key(parameter: nn.Parameter, optimizer_groups: dict[int, int], apart: set[i
     return parameter.dtype, parameter.device, parameter.requires_grad, group, id(parameter) in apart
 
 
-def specs_of_units(
-    units: Sequence[Unit], optimizer_groups: dict[int, int], policy: GroupingPolicy
-) -> list[GroupSpec]:
+def specs_of_units(units: Sequence[Unit], optimizer_groups: dict[int, int], policy: GroupingPolicy) -> list[GroupSpec]:
     """Groups for parameters that come and go: a unit's own, those that differ in kind apart."""
     claimed: set[int] = set()
     specs: list[GroupSpec] = []

@@ -1,18 +1,18 @@
 """Flat groups onto a module's forward and backward: who holds which group, and when a backward begins and ends.
 
 [Note: holding]
-A group is unsharded while someone holds it. A unit's forward holds its groups; so does its backward, from the gradient of
-its output to the gradient of its input. The end of the backward is found like this: the inputs of the call are replaced
-by views of themselves, whose gradients are computed after everything inside the unit, because autograd runs the nodes
-that are ready in the reverse order of their making. A unit whose inputs need no gradient is done when its last parameter
-has one. What is still unsharded at the end of the outermost backward is resharded then.
+A group is unsharded while someone holds it. A unit's forward holds its groups; so does its backward, from the gradient
+of its output to the gradient of its input. The end of the backward is found like this: the inputs of the call are
+replaced by views of themselves, whose gradients are computed after everything inside the unit, because autograd runs
+the nodes that are ready in the reverse order of their making. A unit whose inputs need no gradient is done when its
+last parameter has one. What is still unsharded at the end of the outermost backward is resharded then.
 
 An activation-checkpointed unit runs its forward again inside the backward: its groups are held by the backward already
 (or, under the reentrant kind, are about to be), so a forward inside a backward never reshards and nothing moves twice.
 
 [Note: the ends of a backward]
-A reentrant checkpoint runs a backward inside the backward, and autograd's final callbacks run at the end of the inner one
-too. So the outermost is known by its first event: the gradient of the model's output, which only the outermost brings.
+A reentrant checkpoint runs a backward inside the backward, and autograd's final callbacks run at the end of the inner
+one too. So the outermost is known by its first event: the gradient of the model's output, which no inner one brings.
 `Engine.backward` does not need the callback at all: it knows when its own call returns.
 """
 
@@ -28,7 +28,7 @@ from torch.autograd import Variable
 
 from zrun_runtime.flat_group import FlatGroup, Residence
 from zrun_runtime.grouping import Unit
-from zrun_runtime.reducer import GradReducer
+from zrun_runtime.reducer import GradReducer, move_to_end
 from zrun_runtime.tree import tensors_in
 
 
@@ -38,14 +38,15 @@ def in_backward() -> bool:
 
 
 class _Call:
-    """One forward of a unit that a backward may follow."""
+    """One forward of a unit that backwards may follow."""
 
-    __slots__ = ("closed", "marked", "opened", "unit")
+    __slots__ = ("backward", "marked", "open", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.marked = False  # an input's gradient will tell the end of its backward
-        self.opened = self.closed = False
+        self.backward = -1  # autograd's number of the backward that last reached it
+        self.open = False  # that backward holds the groups
 
 
 class ShardHolder:
@@ -76,7 +77,7 @@ class ShardHolder:
 
     def _hook(self, unit: Unit) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            module._forward_hooks.move_to_end(handle.id)  # hooks added since then still see the values
+            move_to_end(module._forward_hooks, handle.id)  # hooks added since then still see the values
             return self._before_forward(unit, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -182,16 +183,17 @@ class ShardHolder:
 
     def _open_call(self, call: _Call) -> None:
         self.on_backward()
-        if call.opened:
+        now = torch._C._current_graph_task_id()
+        if call.backward == now:
             return
-        call.opened = True
+        call.backward, call.open = now, True
         self._open.append(call)
         self.hold(call.unit.groups)
         self._prefetch(self._backward_order.after(call.unit))
 
     def _close(self, call: _Call) -> None:
-        if call.opened and not call.closed:
-            call.closed = True
+        if call.open:
+            call.open = False
             self._open.remove(call)
             self.release(call.unit.groups)
 
@@ -223,6 +225,8 @@ class ShardHolder:
     def reset(self) -> None:
         """Reshard everything that no forward holds: at the end of a backward, and after an exception."""
         self._keep.clear()
+        for call in self._open:
+            call.open = False
         self._open.clear()
         self._strays.clear()
         self._holders.clear()

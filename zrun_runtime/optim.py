@@ -86,22 +86,22 @@ class ShardedOptimizer:
         """Update every group with its reduced gradient times `scale`, and publish. All is readable on return."""
         optimizer, options = self.optimizer, self.optimizer.param_groups
         fused_scale = scale != 1.0 and self._scales_itself()
-        lists = [group["params"] for group in options]
+        lists = [entry["params"] for entry in options]
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = OrderedDict()
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         published = []
         try:
             for hook in before.values():
                 hook(optimizer, (), {})
-            for group in options:
-                group["params"] = []
+            for entry in options:
+                entry["params"] = []
             for group in self.groups:
                 published.append(self._update(group, reduced(group), scale, fused_scale).publish())
             for pending in published:
                 pending.wait()
         finally:
-            for group_options, members in zip(options, lists, strict=True):
-                group_options["params"] = members
+            for entry, members in zip(options, lists, strict=True):
+                entry["params"] = members
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
         for hook in after.values():
             hook(optimizer, (), {})
@@ -111,7 +111,7 @@ class ShardedOptimizer:
         if group.master is None or number is None:
             raise EngineError(f"{group.spec.label}: no optimizer updates it")
         if fused_scale:
-            optimizer.grad_scale = torch.full((), 1.0 / scale, device=grad.device)  # type: ignore[attr-defined]
+            vars(optimizer)["grad_scale"] = torch.full((), 1.0 / scale, device=grad.device)
         elif scale != 1.0:
             grad.mul_(scale)
         group.master.grad = grad
@@ -123,7 +123,7 @@ class ShardedOptimizer:
             options["params"] = []
             group.master.grad = None
             if fused_scale:
-                del optimizer.grad_scale
+                del vars(optimizer)["grad_scale"]
         return group
 
     def _scales_itself(self) -> bool:

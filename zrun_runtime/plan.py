@@ -12,7 +12,6 @@ from enum import Enum
 from zrun_runtime.errors import ConfigError
 from zrun_runtime.layout import Layout
 
-
 ALL_STAGES = (0, 1, 2, 3)
 
 

@@ -62,9 +62,7 @@ class Progress:
         if self.world.rank:
             return
         due = self.steps_per_print is not None and report.step % self.steps_per_print == 0
-        said = telemetry().emit(
-            "step", rank=0, seconds=seconds, total_steps=self.total_steps, due=due, **vars(report)
-        )
+        said = telemetry().emit("step", rank=0, seconds=seconds, total_steps=self.total_steps, due=due, **vars(report))
         if due and not said and not telemetry().connected:
             sys.stderr.write(_line(report, seconds) + "\n")
 

@@ -14,6 +14,7 @@ parameter shared by two reentrantly checkpointed regions): what arrives later is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,9 @@ class GradReducer:
             grads.reduced = out.to(wanted)
         elif grads.reduced is not out:
             grads.reduced.add_(out)
-        grads.square_sum = square_sum(self._own_slice(grads)) if self.at_boundary() else None  # while it is in the cache
+        grads.square_sum = (
+            square_sum(self._own_slice(grads)) if self.at_boundary() else None
+        )  # while it is in the cache
 
     def _own_slice(self, grads: GroupGrads) -> Tensor:
         """The part of a reduced gradient that this rank counts into the norm."""
@@ -248,13 +251,18 @@ class GradReducer:
         for parameter, hook in self._hooks:
             hooks = parameter._post_accumulate_grad_hooks
             if hooks is not None and len(hooks) > 1:
-                hooks.move_to_end(hook.id)
+                move_to_end(hooks, hook.id)
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def move_to_end(hooks: dict[int, Any], key: int) -> None:
+    """Make one hook of an ordered dict of hooks the last to run."""
+    hooks[key] = hooks.pop(key)
 
 
 def square_sum(values: Tensor) -> Tensor:

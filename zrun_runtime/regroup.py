@@ -28,9 +28,7 @@ class _Target:
             self.grad[first - self.start : last - self.start] = values[first - offset : last - offset]
 
 
-def carry_gradients(
-    old: Sequence[GroupGrads], specs: Sequence[GroupSpec], collectives: Collectives
-) -> list[Tensor]:
+def carry_gradients(old: Sequence[GroupGrads], specs: Sequence[GroupSpec], collectives: Collectives) -> list[Tensor]:
     """The reduced gradients of the old groups, laid out as groups of these specs want them.
 
     Old gradients are dropped as they are read, so this costs one group's full gradient beside the new ones.

@@ -4,9 +4,9 @@
 A resharded parameter keeps its identity (optimizers, hooks and tied modules hold it) and its shape, but its data is one
 NaN seen through strides of zero, and its class is ShardedParameter. Every torch function that meets one comes here
 first. During a forward the owner may bring the values back (a module that reads another module's weight:
-`F.linear(x, self.embedding.weight)`); outside, it is an error that names the parameter. Questions about its kind (shape,
-dtype, device, grad) are answered. The right shape matters to autograd too, which may deliver a gradient to a parameter
-whose values are no longer needed; and whatever slips past Python reads NaN, never freed memory.
+`F.linear(x, self.embedding.weight)`); outside, it is an error that names the parameter. Questions about its kind
+(shape, dtype, device, grad) are answered. The right shape matters to autograd too, which may deliver a gradient to a
+parameter whose values are no longer needed; and whatever slips past Python reads NaN, never freed memory.
 
 [Note: version guard]
 Autograd saved views of the full values. Their memory is freed between uses, so reading one then would crash. The
@@ -44,7 +44,7 @@ class _Record:
 
 _records = WeakIdKeyDictionary()  # parameter -> _Record; an entry goes when its parameter does
 
-_set_version = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+_set_version = torch._C._autograd._unsafe_set_version_counter
 
 # Answered from the placeholder itself: they do not read values.
 _HARMLESS = {
@@ -53,8 +53,8 @@ _HARMLESS = {
     "register_post_accumulate_grad_hook", "requires_grad_", "size",
 }  # fmt: skip
 _HARMLESS_PROPERTIES = {
-    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version", "device", "dtype",
-    "grad", "grad_fn", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
+    "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version", "device",
+    "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
     "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 }  # fmt: skip
@@ -83,7 +83,7 @@ class ShardedParameter(nn.Parameter):
                 raise _unreadable(record.label, prop or name)
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedParameter({_records[self].label!r}, shape={tuple(self.shape)}, values elsewhere)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -96,7 +96,7 @@ class ShardedParameter(nn.Parameter):
 def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Tensor:
     """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
     _records[parameter] = _Record(label, view, owner)
-    return torch.full((1,), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+    return torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
 
 
 def become_placeholder(parameter: nn.Parameter, blank: Tensor) -> None:

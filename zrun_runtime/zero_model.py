@@ -105,9 +105,7 @@ class ZeroModel:
 
     def _attach(self, order: Sequence[FlatGroup]) -> None:
         settings = self.settings
-        self.reducer = GradReducer(
-            order, settings.plan, self.collectives, settings.wire_dtype, settings.accum_dtype
-        )
+        self.reducer = GradReducer(order, settings.plan, self.collectives, settings.wire_dtype, settings.accum_dtype)
         self.hooks = ModelHooks(self.model, self.holder, self.reducer)
 
     # ---- a step

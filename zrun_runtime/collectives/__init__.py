@@ -1,4 +1,4 @@
-"""The only callers of torch.distributed's collectives. What moves follows from two adjacent layouts; bytes are counted."""
+"""The only callers of torch.distributed's collectives. What moves follows from two adjacent layouts, and is counted."""
 
 from __future__ import annotations
 

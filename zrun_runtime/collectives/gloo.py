@@ -1,9 +1,9 @@
 """Bulk movements over gloo, peer to peer.
 
 [Note: why peer to peer]
-Measured on torch 2.13: gloo has no reduce-scatter of its own. c10d's is an all-reduce of the whole buffer and a copy, so
-it sends twice the bytes; its all-gather stages through a fresh buffer and copies every slice out. Sends and receives
-of slices move exactly the bytes of the formula, straight into place, and skip gloo's thread pool.
+Measured on torch 2.13: gloo has no reduce-scatter of its own. c10d's is an all-reduce of the whole buffer and a copy,
+so it sends twice the bytes; its all-gather stages through a fresh buffer and copies every slice out. Sends and
+receives of slices move exactly the bytes of the formula, straight into place, and skip gloo's thread pool.
 
 Sums are taken in rank order, whatever arrives first, so results repeat bit by bit.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from zrun_runtime.collectives.transport import DONE, Pending
 from zrun_runtime.distributed import World
 
-# Tags keep messages of different movements apart: 3 bits of stream, then a sequence number. Exchanges (ledger.py) use 3.
+# Tags keep messages of different movements apart: 3 bits of stream, then a number. Exchanges (ledger.py) use 3.
 _GATHER, _REDUCE = 1 << 28, 2 << 28
 
 

@@ -4,7 +4,7 @@
 Two ranks that enter different modules at stage 3 would each send the shard the other did not ask for: mixed weights, or
 a hang. So every gather and every step has a ticket, a small number with a label that all ranks register in the same
 order, and a place in one sequence. Before a gather is believed, the ranks exchange the ticket that each holds at this
-place. All pairs are compared, so every rank that differs from any other one knows it, at once, and can say who is where.
+place. All pairs are compared, so every rank that differs from any other one knows it at once, and can say who is where.
 
 The exchange is one 64-byte message to each peer: on loopback 0.1 ms, where a small gloo all-reduce takes 0.6 ms.
 """
@@ -68,9 +68,9 @@ class Ledger:
         heard[world.rank] = said
         tag = _TAG | (self._sequence & _SEQUENCE_MASK)
         self._sequence += 1
-        works = []
-        for peer in range(world.size) if group is not None else ():
-            if peer != world.rank:
+        works: list[dist.Work] = []
+        for peer in range(world.size):
+            if peer != world.rank and group is not None:
                 works.append(group.send([said], peer, tag))
                 works.append(group.recv([heard[peer]], peer, tag))
         return Exchange(self, said, heard, works)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from zrun_runtime.config.hints import AutoHints
+from zrun_runtime.config.keys import Section, field_names, section_of
 from zrun_runtime.config.notes import Ledger
+from zrun_runtime.config.schema import Document
 
 AUTO = "auto"
 _SIZES = {
@@ -46,7 +48,9 @@ def resolve_auto(data: dict[str, Any], hints: AutoHints, ledger: Ledger) -> list
             del section[name]  # the batch trio says what it takes
         elif path in ("fp16.enabled", "bf16.enabled"):
             section[name] = path.startswith(precision)
-            ledger.note(path, "assumed", f"auto: {_why_precision(precision, hints)}", section[name])
+            ledger.note(
+                path, "assumed", f"auto: parameters are {precision} on {hints.device or 'this device'}", section[name]
+            )
         elif path.startswith("zero_optimization.") and name in _SIZES:
             _size(section, name, path, hints, ledger)
         elif path == "optimizer.params.lr" and hints.learning_rate is not None:
@@ -66,7 +70,7 @@ def resolve_auto(data: dict[str, Any], hints: AutoHints, ledger: Ledger) -> list
             if path in _NEEDED:
                 unresolved.append(path)
             else:
-                ledger.note(path, "assumed", "auto: its default")
+                ledger.note(path, "assumed", "auto: its default", _default(path))
     return unresolved
 
 
@@ -97,8 +101,10 @@ def choose_precision(data: dict[str, Any], hints: AutoHints) -> str:
     bf16 wherever the device computes in it; fp16 is not supported yet, so it is never chosen.
     """
     wanted = {name for name in ("fp16", "bf16") if _enabled(data, name) == AUTO}
-    settled = {name for name in ("fp16", "bf16") if _enabled(data, name) is True}
-    if settled or "bf16" not in wanted:
+    settled = [name for name in ("fp16", "bf16") if _enabled(data, name) is True]
+    if settled:
+        return settled[0]
+    if "bf16" not in wanted:
         return "fp32"
     able = hints.bf16_supported if hints.bf16_supported is not None else hints.device == "cuda"
     return "bf16" if able else "fp32"
@@ -109,10 +115,14 @@ def _enabled(data: dict[str, Any], name: str) -> Any:
     return section.get("enabled") if isinstance(section, dict) else None
 
 
-def _why_precision(precision: str, hints: AutoHints) -> str:
-    if precision == "bf16":
-        return "the device computes in bf16"
-    return f"{precision} on {hints.device or 'an unknown device'}"
+def _default(path: str) -> Any:
+    """The default of a key, if the schema knows it (an argument of an optimizer it does not)."""
+    kind: type[Section] | None = Document
+    field = None
+    for name in path.split("."):
+        field = field_names(kind).get(name) if kind is not None else None
+        kind = section_of(field) if field is not None else None
+    return field.default if field is not None else None
 
 
 def _size(section: dict[str, Any], name: str, path: str, hints: AutoHints, ledger: Ledger) -> None:
@@ -125,4 +135,4 @@ def _size(section: dict[str, Any], name: str, path: str, hints: AutoHints, ledge
         ledger.note(path, "assumed", "auto: the whole model; it is an upper bound", section[name])
     else:
         del section[name]
-        ledger.note(path, "assumed", "auto: its default; it is an upper bound")
+        ledger.note(path, "assumed", "auto: its default; it is an upper bound", _default(path))

@@ -34,7 +34,7 @@ def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> Non
             ledger.problem(f"zero_optimization.{name}.nvme_path", "is missing: device nvme needs a directory")
     for path in _switched_on(document.compression_training, "compression_training"):
         ledger.problem(path, "compression is not supported: set it to false, and use torchao")
-    if "gradient_clipping" not in data:
+    if "gradient_clipping" not in data and not ledger.has_note("gradient_clipping"):
         text = "not given: DeepSpeed's default; 0 turns clipping off"
         ledger.note("gradient_clipping", "assumed", text, document.gradient_clipping)
 

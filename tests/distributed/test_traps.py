@@ -39,6 +39,10 @@ def test_an_alias_of_a_freed_weight_does_not_crash(world: Worlds) -> None:
     assert world(2).run(traps.kept_views) == [True, True]
 
 
+def test_a_state_dict_of_gathered_parameters_outlives_the_gathering(world: Worlds) -> None:
+    assert world(2).run(traps.kept_gathered) == [True, True]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_through_older_weights_is_refused(stage: int, world: Worlds) -> None:
     for said, goes_on in world(2).run(traps.stale_graph, stage=stage):

@@ -67,7 +67,9 @@ class Poisoned(Scenario):
     def loss(self, run: Run, batch: Any) -> Tensor:
         features, classes = batch
         poisoned = run.spot.step == 1 and run.spot.rank == self.world - 1 and run.spot.micro == 0
-        return F.cross_entropy(run.forward(features.to(_dtype(run.module)), self.bad * poisoned).float(), classes)
+        return F.cross_entropy(
+            run.forward(features.to(_dtype(run.module)), self.bad if poisoned else 0.0).float(), classes
+        )
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
@@ -155,6 +157,17 @@ def kept_views(rank: int, world: int) -> bool:
     return len(kept) == 4
 
 
+def kept_gathered(rank: int, world: int) -> bool:
+    """A state dict made inside `GatheredParameters` and used after it, as scripts do before they save."""
+    engine = make_engine(Plain(), 3, Recipe())
+    _step(engine, rank)
+    with zrun_runtime.zero.GatheredParameters(list(engine.module.parameters())):
+        kept = engine.module.state_dict()
+        wanted = {name: value.clone() for name, value in kept.items()}
+    _step(engine, rank, 1)
+    return all(torch.equal(kept[name], wanted[name]) for name in wanted)
+
+
 def stale_graph(rank: int, world: int, *, stage: int) -> tuple[str, bool]:
     """A backward through a forward from before the last step: plain autograd refuses, so must we. And go on."""
     engine = make_engine(Plain(), stage, Recipe())
@@ -238,17 +251,21 @@ def doubled_by_hooks(rank: int, world: int, *, stage: int, kind: str) -> dict[st
     """Gradients of a model on which the user's hooks double every gradient, before or after initialize."""
     model = build(Plain())
 
+    def double(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
     def install() -> None:
         for parameter in model.parameters():
             if kind.startswith("tensor"):
                 parameter.register_hook(lambda grad: grad * 2)
             else:
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+                parameter.register_post_accumulate_grad_hook(double)
 
-    if "early" in kind:
+    if kind.endswith("early"):
         install()
     engine = engine_of(model, Plain(), stage, Recipe())
-    if "late" in kind:
+    if kind.endswith("late"):
         install()
     run = EngineRun(engine)
     run.spot = Spot(0, rank, 0)

@@ -56,6 +56,8 @@ class Agent:
         self._ending: Ending | None = None
         self._stopped = False  # the workers are being ended; otherwise they end by themselves
         self._next_look = 0.0  # at what is left, while ending
+        self._keep_output = False
+        self._keeper = os.getppid()
         self._oom_kills = count_oom_kills()
         self._wakeup = _signals_as_bytes()
 
@@ -66,7 +68,7 @@ class Agent:
         try:
             self._start_workers()
         except OSError as error:
-            self._give_up(*_start_failure(error, self._spec))
+            self._give_up(*_start_failure(error, self._spec, self._spools))
         adopt_orphans()
         self._handle(self._inbox.read())  # what came along with the job
         while not self._is_over():
@@ -106,6 +108,12 @@ class Agent:
                 key.data.tick(self._outbox, now)
         if self._inbox.expired and not self._stopped:
             self._stop(signal.SIGTERM, self._spec.grace)
+        if os.getppid() != self._keeper:
+            self._keeper = os.getppid()
+            text = (
+                f"the keeper on {self._spec.host} was killed; should its agent be killed as well, workers may be left"
+            )
+            self._outbox.put(events.Notice(self._spec.first_rank, "warning", text))
         self._outbox.flush()
 
     def _watch_stdout(self) -> None:
@@ -168,6 +176,8 @@ class Agent:
                 self._stop(command.number or signal.SIGTERM, command.grace)
             elif command.name == "kill":
                 self._stop(signal.SIGKILL, 0.0)
+            elif command.name == "keep":
+                self._keep_output = True
             elif command.name == "signal":
                 for worker in self._workers.values():
                     worker.signal(command.number)
@@ -198,8 +208,9 @@ class Agent:
             self._ending = Ending(self._processes.find, signal.SIGTERM, now + min(self._spec.grace, _LEFTOVER_GRACE))
         if now < self._next_look:
             return False
-        self._next_look = now + _ENDING_SECONDS
-        if self._ending.step(now):
+        gone = self._ending.step(now)
+        self._next_look = now + _ENDING_SECONDS + 4 * (time.monotonic() - now)  # a look at many processes takes long
+        if gone:
             return not at_work  # those that are gone will be reaped in a moment
         if now < self._ending.deadline + GIVE_UP_SECONDS:
             return False
@@ -209,9 +220,11 @@ class Agent:
         return True
 
     def _say_farewell(self) -> None:
-        failed = self._stopped or any(worker.returncode for worker in self._workers.values())
-        kept = self._spools.finish(not failed) if self._spools else ""
-        self._outbox.put(events.AgentDone(kept))
+        keep = self._stopped or self._keep_output
+        for worker in self._workers.values():
+            drain(worker.taps, self._outbox)  # of what it left behind
+            keep = keep or worker.returncode != 0 or worker.output_left_out
+        self._outbox.put(events.AgentDone(self._spools.finish(keep) if self._spools else ""))
         self._outbox.flush()
         until = time.monotonic() + _FAREWELL_SECONDS
         while self._outbox.waiting and not self._inbox.ended and (left := until - time.monotonic()) > 0:
@@ -239,11 +252,15 @@ def _note(number: int, frame: object) -> None:
     """The number is in the pipe already."""
 
 
-def _start_failure(error: OSError, spec: JobSpec) -> tuple[str, str, int]:
+def _start_failure(error: OSError, spec: JobSpec, spools: SpoolDirectory | None) -> tuple[str, str, int]:
     """Message, hint and exit code for a worker that could not be started."""
+    path = os.fsdecode(error.filename or "")
+    if spools is None or (path and path.startswith(spools.path)):
+        what = f"cannot keep the output of the workers on {spec.host}: {error.strerror}: {path}"
+        return what, "choose another place with --log_dir, or with TMPDIR", 2 if spec.log_dir else 3
     what = f"cannot start the workers on {spec.host}: {error.strerror or error}"
-    if error.filename:
-        what += f": {os.fsdecode(error.filename)}"
+    if path:
+        what += f": {path}"
     if error.errno == errno.EAGAIN:
         return what, "the limit of processes of this user is reached (ulimit -u)", 3
     if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):

@@ -126,9 +126,10 @@ def run_job(config: LaunchConfig) -> int:
     Raises:
         ZrunError: before anything was started.
     """
-    job = prepare(config, os.environ, os.getcwd())
+    job = prepare(config, os.environ, _current_directory())
     if config.dry_run:
-        click.echo(f"{job.view.command}: master {job.view.master}, backend {job.view.backend}")
+        head = f"{job.view.command}: master {job.view.master}, backend {job.view.backend}"
+        click.echo(head.encode("utf-8", "replace").decode())
         click.echo(rank_table(job.ranks))
         return 0
     mode = "json" if config.json else "rich" if not config.plain and _is_terminal() else "plain"
@@ -137,6 +138,13 @@ def run_job(config: LaunchConfig) -> int:
     if supervisor.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
     return code
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the current directory cannot be used: {error.strerror}", "cd to one that exists") from None
 
 
 def _is_terminal() -> bool:

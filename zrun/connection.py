@@ -39,7 +39,8 @@ class Connection:
         self._transport = transport
         self._queue = queue
         self._link: Link | None = None
-        self._cancelled = False
+        self._told = False  # the agent has its job, so that commands make sense to it
+        self._cancelled = False  # it was stopped before that
         self._lock = threading.Lock()
         self._room = threading.Semaphore(_IN_FLIGHT)
         self._thread = threading.Thread(target=self._serve, name=f"host-{spec.node_rank}", daemon=True)
@@ -51,14 +52,14 @@ class Connection:
     def command(self, name: str, **values: float) -> None:
         """Sends a command. An agent that is gone will be noticed by the thread that listens to it."""
         with self._lock:
-            if name in ("stop", "kill") and not self.greeted:
-                self._cancelled = True
-            link = self._link
-        if link is not None:
-            try:
-                link.send(json.dumps({"command": name, **values}).encode() + b"\n")
-            except HostLostError:
-                pass
+            if not self._told:
+                self._cancelled = self._cancelled or name in ("stop", "kill")
+                return
+        try:
+            if self._link is not None:
+                self._link.send(json.dumps({"command": name, **values}).encode() + b"\n")
+        except HostLostError:
+            pass
 
     def taken(self) -> None:
         """The supervisor is done with one event."""
@@ -88,14 +89,14 @@ class Connection:
         self._queue.put((self.spec.node_rank, Closed(error)))
 
     def _begin(self) -> Link | None:
-        link = self._transport.start(self._host)
+        """None if the job is over before it has begun here; the agent sees that from the end of its stdin."""
+        self._link = link = self._transport.start(self._host)
+        if not self._cancelled:
+            link.send(self.spec.to_line())
+            self._greet(link)
         with self._lock:
-            self._link = link
-            if self._cancelled:
-                return None
-        link.send(self.spec.to_line())
-        self._greet(link)
-        return link
+            self._told = True
+            return None if self._cancelled else link
 
     def _greet(self, link: Link) -> None:
         left = MAX_NOISE_BYTES

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 
 from zrun.console import Console
-from zrun.events import Event, MemoryUsed, OutputDropped, StepDone, WorkerOutput, WorkerStarted
+from zrun.events import WORKER_KINDS, Event, OutputDropped, WorkerOutput, WorkerStarted
 from zrun.job import FailureReport, JobView
 
+_DROPPABLE = WORKER_KINDS | {WorkerOutput.kind, OutputDropped.kind}
 _TICK_SECONDS = 0.2
 _WAITING_LIMIT = 20_000  # events that a stalled console may keep waiting
 _WAITING_CHARS = 16 * 1024 * 1024  # and the text in them
@@ -33,6 +34,7 @@ class ConsoleFeed:
         self._dropped: dict[tuple[str, int, str], int] = {}
         self._paths: dict[tuple[str, int], str] = {}
         self._closing = False
+        self.left_out = False  # some lines are only in the files of their host
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._thread.start()
 
@@ -49,21 +51,26 @@ class ConsoleFeed:
         """An event of a host."""
         if isinstance(event, WorkerStarted):
             self._paths[host, event.rank] = event.log_dir
-        if not isinstance(event, (WorkerOutput, StepDone, MemoryUsed)):
+        if event.kind not in _DROPPABLE:
             self._say_dropped()
             self._put(partial(self._console.handle, host, event))
             return
         size = len(event.text) if isinstance(event, WorkerOutput) else 0
         if self._waiting >= _WAITING_LIMIT or self._chars + size > _WAITING_CHARS:
-            if isinstance(event, WorkerOutput):
-                key = (host, event.rank, event.stream)
-                self._dropped[key] = self._dropped.get(key, 0) + 1
+            self._drop(host, event)
             return
         self._say_dropped()
         with self._changed:
             self._waiting += 1
             self._chars += size
         self._put(partial(self._pass_on, host, event, size))
+
+    def _drop(self, host: str, event: Event) -> None:
+        if isinstance(event, (WorkerOutput, OutputDropped)):
+            key = (host, event.rank, event.stream)
+            lines = event.lines if isinstance(event, OutputDropped) else 1
+            self._dropped[key] = self._dropped.get(key, 0) + lines
+            self.left_out = True
 
     def close(self, exit_code: int) -> None:
         """The last call; what waits is still shown."""

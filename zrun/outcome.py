@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Sequence
@@ -107,7 +108,8 @@ class Outcome:
             return None
         if host.failures:
             return self._worker_report(host, min(host.failures, key=lambda e: e.at))
-        return _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)
+        report = _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)
+        return dataclasses.replace(report, others_stopped=self._others_stopped(set()))
 
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode

@@ -126,7 +126,7 @@ def _decode(text: bytes) -> str:
 
 
 class Allowance:
-    """How many lines a stream may send to the console: a burst, then a steady rate.
+    """What may pass to the console: a burst, then a steady rate. A short line costs 1, a longer one 1 more a KiB.
 
     Once it is used up nothing passes until a quarter of the burst has come back, so what is shown stays in runs.
     """
@@ -138,18 +138,22 @@ class Allowance:
         self._at = 0.0
         self._closed = False
 
-    def available(self, now: float) -> int:
-        """Lines that may pass now."""
+    def is_open(self, now: float) -> bool:
+        """Whether something may pass now."""
         self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._rate)
         self._at = now
         if self._closed and self._left >= self._burst / 4:
             self._closed = False
-        return 0 if self._closed else int(self._left)
+        return not self._closed
 
-    def take(self, lines: int) -> None:
-        """Uses some of it."""
-        self._left -= lines
-        self._closed = self._closed or self._left < 1
+    def take(self, size: int) -> bool:
+        """Lets something of `size` bytes pass, or not."""
+        cost = 1 + size // 1024
+        if self._closed or self._left < cost:
+            self._closed = True
+            return False
+        self._left -= cost
+        return True
 
     def close(self) -> None:
         """Nothing more can pass for now, for another reason."""

@@ -86,9 +86,10 @@ def _claim(number: int) -> ClaimedPort | None:
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claim.bind(f"\0zrun-port-{number}")
-    except OSError:
-        claim.close()
-        return None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
+            return None  # anything else: a sandbox without such names, and so without claims
     return ClaimedPort(number, claim)
 
 

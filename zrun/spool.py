@@ -67,7 +67,7 @@ class SpoolFile:
                 os.unlink(path)
 
     def _open(self) -> None:
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def _rotate(self) -> str:
         before = self.path + ".1"
@@ -108,15 +108,15 @@ class SpoolDirectory:
         self._files.append(file)
         return file
 
-    def finish(self, succeeded: bool) -> str:
-        """Closes all files. Ours are taken away if nobody needs them.
+    def finish(self, keep: bool) -> str:
+        """Closes all files. Ours are taken away unless they are to be kept and hold something.
 
         Returns:
             where they are, or nothing if they were taken away.
         """
         for file in self._files:
             file.close()
-        if not self._own or (not succeeded and not all(file.empty for file in self._files)):
+        if not self._own or (keep and not all(file.empty for file in self._files)):
             return self.path
         try:
             for file in self._files:

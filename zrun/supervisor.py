@@ -49,6 +49,7 @@ class Supervisor:
         self._stop_by = 0.0  # at the latest
         self._give_up_at: float | None = None  # a host that has not ended by then is lost
         self._interrupted_at: float | None = None
+        self._keeps_output = False  # the agents know that their files are needed
         self.console_stalled = False  # after the end: the console's stream did not take everything
 
     def run(self) -> int:
@@ -66,16 +67,18 @@ class Supervisor:
             for level, text in self._job.remarks:
                 self._feed.message(level, text)
             while not all(connection.closed for connection in self._connections):
-                self._take(self._next_item())
+                self._take(self._next_item(self._seconds_to_wait()))
                 self._look_at_the_clock()
             self._heart.stop()
             return self._finish()
 
-    def _next_item(self) -> object:
+    def _seconds_to_wait(self) -> float:
         times = [t for t in (self._stop_at, self._give_up_at) if t is not None]
-        timeout = min([1.0, *(t - time.monotonic() for t in times)])
+        return max(0.0, min([1.0, *(t - time.monotonic() for t in times)]))
+
+    def _next_item(self, timeout: float) -> object:
         try:
-            return self._queue.get(timeout=max(0.0, timeout))
+            return self._queue.get(timeout=timeout)
         except Empty:
             return None
 
@@ -95,13 +98,19 @@ class Supervisor:
     def _on_event(self, node_rank: int, event: Event) -> None:
         self._outcome.take(node_rank, event)
         self._feed.handle(self._connections[node_rank].spec.host, event)
+        if self._feed.left_out and not self._keeps_output:
+            self._keeps_output = True
+            self._tell("keep")
         failed = isinstance(event, WorkerExited) and event.returncode != 0 and not event.stopped
         if failed or isinstance(event, AgentFailed):
             self._on_failure()
 
     def _on_closed(self, node_rank: int, closed: Closed) -> None:
-        self._connections[node_rank].closed = True
-        self._connections[node_rank].hang_up()
+        connection = self._connections[node_rank]
+        if connection.closed:
+            return  # it was given up before
+        connection.closed = True
+        connection.hang_up()
         self._outcome.close(node_rank, closed.error)
         if self._outcome.hosts[node_rank].lost is not None:
             self._on_failure()
@@ -165,10 +174,11 @@ class Supervisor:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _finish(self) -> int:
+        until = time.monotonic() + _CLEANUP_SECONDS
+        if any(host.lost is not None for host in self._outcome.hosts):
+            until += self._job.specs[0].grace  # a keeper may still be at work
         for connection, host in zip(self._connections, self._outcome.hosts, strict=True):
-            lost = host.lost is not None and host.done is None
-            grace = self._job.specs[0].grace if lost else 0.0  # its keeper may still be at work
-            host.end = connection.end(grace + _CLEANUP_SECONDS)
+            host.end = connection.end(max(0.0, until - time.monotonic()))
         report = self._outcome.report()
         if report is not None:
             self._feed.failed(report)
@@ -176,11 +186,12 @@ class Supervisor:
             self._say_where_the_output_is()
         code = self._outcome.exit_code
         self._feed.close(code)
-        while not self._feed.wait(0.2):
-            if self._interrupted_at is not None and time.monotonic() > self._interrupted_at + _FAREWELL_SECONDS:
-                self.console_stalled = True
+        until = time.monotonic() + _FAREWELL_SECONDS
+        while not self._feed.wait(0.1):
+            self._take(self._next_item(0.0))
+            if self._interrupted_at is not None and time.monotonic() > until:
+                self.console_stalled = True  # nobody reads; the caller must not wait for the stream either
                 break
-            self._take(self._next_item())
         return code
 
     def _say_where_the_output_is(self) -> None:

@@ -24,6 +24,7 @@ _TAIL = 64 * 1024  # bytes of the end of a stream that are kept for its last wor
 _BURST = 20_000.0  # lines that may be shown at once; also of a short table that a script prints
 _RATE = 4_000.0  # lines a second that all streams of a host may go on with
 _DRAIN_LIMIT = 16 * 1024 * 1024  # bytes; more than a pipe holds comes from a child that still writes
+_EVENT_LIMIT = MAX_LINE_BYTES // 2  # bytes of a line; passed on it may become a little longer
 _EVENT_BURST, _EVENT_RATE = 5_000.0, 1_000.0
 
 
@@ -66,6 +67,7 @@ class OutputTap(Tap):
         super().__init__(fd, rank)
         self.stream = stream
         self.tail = b""
+        self.left_out = False  # some lines are only in the file
         self._spool = spool
         self._splitter = LineSplitter()
         self._allowance = Allowance(_BURST, max(100.0, _RATE / streams))
@@ -78,32 +80,35 @@ class OutputTap(Tap):
         said = self._spool.write(data)
         if said:
             outbox.put(Notice(self.rank, "warning", said))
-        self.tail = (self.tail + data)[-_TAIL:]
+        self.tail = data[-_TAIL:] if len(data) >= _TAIL else (self.tail + data)[-_TAIL:]
         if outbox.crowded:
             self._allowance.close()
-        passing = self._allowance.available(now)
-        if passing:
-            self._show(self._splitter.feed(data, now), passing, outbox)
+        if self._allowance.is_open(now):
+            self._show(self._splitter.feed(data, now), outbox)
         else:
-            self._dropped += self._splitter.skip(data)
+            self._drop(self._splitter.skip(data))
         return len(data)
 
     def tick(self, outbox: Outbox, now: float) -> None:
-        passing = 0 if outbox.crowded else self._allowance.available(now)
-        if passing:
-            self._show(self._splitter.tick(now), passing, outbox)
+        if not outbox.crowded and self._allowance.is_open(now):
+            self._show(self._splitter.tick(now), outbox)
 
     def flush(self, outbox: Outbox) -> None:
         self._say_dropped(outbox)
         for line in self._splitter.end():
             outbox.put(WorkerOutput(self.rank, self.stream, line.text, line.partial))
 
-    def _show(self, lines: list[Line], passing: int, outbox: Outbox) -> None:
+    def _show(self, lines: list[Line], outbox: Outbox) -> None:
         self._say_dropped(outbox)
-        for line in lines[:passing]:
+        for at, line in enumerate(lines):
+            if not self._allowance.take(len(line.text)):
+                self._drop(len(lines) - at)
+                return
             outbox.put(WorkerOutput(self.rank, self.stream, line.text, line.partial, line.transient))
-        self._allowance.take(min(passing, len(lines)))
-        self._dropped += len(lines) - min(passing, len(lines))
+
+    def _drop(self, lines: int) -> None:
+        self._dropped += lines
+        self.left_out = self.left_out or lines > 0
 
     def _say_dropped(self, outbox: Outbox) -> None:
         if self._dropped:
@@ -134,18 +139,19 @@ class EventTap(Tap):
         if self._too_long and lines:
             lines[0] = b""
             self._too_long = False
-        if len(self._rest) > MAX_LINE_BYTES:
-            self._refuse(outbox, f"a line of more than {MAX_LINE_BYTES} bytes")
+        if len(self._rest) > _EVENT_LIMIT:
+            self._refuse(outbox, f"a line of more than {_EVENT_LIMIT} bytes")
             self._rest, self._too_long = b"", True
         for line in lines:
-            if line:
+            if len(line) > _EVENT_LIMIT:
+                self._refuse(outbox, f"a line of more than {_EVENT_LIMIT} bytes")
+            elif line:
                 self._pass_on(line, outbox, now)
         return len(data)
 
     def _pass_on(self, line: bytes, outbox: Outbox, now: float) -> None:
-        if outbox.crowded or not self._allowance.available(now):
+        if outbox.crowded or not self._allowance.is_open(now) or not self._allowance.take(0):
             return
-        self._allowance.take(1)
         try:
             event = decode(line)
         except ProtocolError as error:

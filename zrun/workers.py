@@ -40,6 +40,11 @@ class Worker:
             os.kill(self.pid, number)  # not reaped, so the pid is still its own
 
     @property
+    def output_left_out(self) -> bool:
+        """Some of its output is only in the files."""
+        return any(tap.left_out for tap in self.taps if isinstance(tap, OutputTap))
+
+    @property
     def stderr_tail(self) -> str:
         """The end of its stderr."""
         tap = next(t for t in self.taps if isinstance(t, OutputTap) and t.stream == "stderr")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 
 import zrun
@@ -14,6 +17,7 @@ from zrun.hostfile import Host
 from zrun.transport.base import AgentEnd
 
 _TAIL = 16 * 1024  # bytes of stderr that are kept
+_SEND_SECONDS = 20.0  # for an agent that does not read; a line is far smaller than a pipe
 
 
 class LocalLink:
@@ -21,21 +25,27 @@ class LocalLink:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
+        self._stdin = process.stdin.fileno() if process.stdin is not None else -1
+        os.set_blocking(self._stdin, False)
         self._sending = threading.Lock()
         self._tail = b""
         self._listener = threading.Thread(target=self._listen, name="agent-stderr", daemon=True)
         self._listener.start()
 
     def send(self, line: bytes) -> None:
-        stdin = self._process.stdin
-        try:
-            with self._sending:
-                if stdin is None or stdin.closed:
-                    raise HostLostError("the line to the agent is closed")
-                stdin.write(line)
-                stdin.flush()
-        except OSError as error:
-            raise HostLostError(f"the agent does not listen any more: {error.strerror}") from None
+        until = time.monotonic() + _SEND_SECONDS
+        with self._sending:
+            if self._stdin < 0:
+                raise HostLostError("the line to its agent is closed")
+            while line:
+                try:
+                    line = line[os.write(self._stdin, line) :]
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise HostLostError("its agent does not read what it is told") from None
+                    select.select([], [self._stdin], [], 1.0)
+                except OSError as error:
+                    raise HostLostError(f"its agent does not listen any more: {error.strerror}") from None
 
     def receive(self, limit: int) -> bytes:
         stdout = self._process.stdout
@@ -43,11 +53,11 @@ class LocalLink:
 
     def hang_up(self) -> None:
         with self._sending:
-            if self._process.stdin is not None:
-                try:
-                    self._process.stdin.close()
-                except OSError:
-                    pass  # it had not taken everything; now it never will
+            if self._stdin >= 0 and self._process.stdin is not None:
+                self._process.stdin.close()
+                self._stdin = -1
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGCONT)  # an agent that was stopped could not see the end
 
     def end(self, timeout: float) -> AgentEnd:
         self.hang_up()

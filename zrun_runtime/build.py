@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zrun_runtime.collectives import Collectives
-from zrun_runtime.config import AutoHints, Config, load_config
+from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.distributed import World, current_world
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
@@ -142,6 +142,5 @@ def _announce(engine: Engine) -> None:
         }
     )
     if world.rank == 0:
-        for note in config.notes:
-            if note.kind in ("no_effect", "migrated", "unknown"):
-                notice("info", f"config {note.path}: {note.text}")
+        for line in short_report(config):
+            notice("info", line)

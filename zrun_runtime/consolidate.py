@@ -58,8 +58,5 @@ def full_value(zero: ZeroModel, parameter: nn.Parameter, shard: Tensor | None) -
 
 def find(zero: ZeroModel, parameter: nn.Parameter) -> tuple[FlatGroup, int] | None:
     """The group of a parameter and its place in it."""
-    for group in zero.groups:
-        for index, member in enumerate(group.spec.parameters):
-            if member is parameter:
-                return group, index
-    return None
+    found = zero.where.get(id(parameter))
+    return found if found is not None and found[0].spec.parameters[found[1]] is parameter else None

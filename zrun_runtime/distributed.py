@@ -115,16 +115,16 @@ def current_world() -> World:
         dist.get_rank(group),
         dist.get_world_size(group),
         local_rank,
-        training_device(local_rank),
+        training_device(local_rank, backend),
         backend,
         group,
         control,
     )
 
 
-def training_device(local_rank: int) -> torch.device:
-    """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else the GPU if there is one."""
-    if not _wants_cuda():
+def training_device(local_rank: int, backend: str) -> torch.device:
+    """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else a GPU if the backend can reach it."""
+    if not _wants_cuda() or "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.plan import StatePlan
-from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable
+from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view
 
 
 class Residence(Enum):
@@ -115,8 +115,11 @@ class FlatGroup:
             for parameter, view, version in zip(self.spec.parameters, self.views, self._versions, strict=True):
                 become_readable(parameter, view, version)
 
-    def reshard(self) -> None:
-        """Free the full values. What was written into them since `unshard` is lost; see `store`."""
+    def reshard(self, leave_aliases: bool = False) -> None:
+        """Free the full values. What was written into them since `unshard` is lost; see `store`.
+
+        leave_aliases: others may keep tensors that share the full values' memory (a state dict): leave it to them.
+        """
         if not self.comes_and_goes or self.residence is Residence.SHARDED:
             return
         if self.residence is Residence.GATHERING:
@@ -125,8 +128,17 @@ class FlatGroup:
             self._versions = [p._version for p in self.spec.parameters]
             for parameter, blank in zip(self.spec.parameters, self._blanks, strict=True):
                 become_placeholder(parameter, blank)
+        if leave_aliases:
+            self._renew_storage()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.SHARDED
+
+    def _renew_storage(self) -> None:
+        """Part from the memory of `full`: it lives on as long as anyone else holds it."""
+        self.full = torch.empty_like(self.full)
+        for index, (parameter, offset) in enumerate(zip(self.spec.parameters, self.layout.offsets, strict=True)):
+            self.views[index] = view_like(self.full, self.views[index], offset)
+            move_view(parameter, self.views[index])
 
     # ---- values: master -> owned -> full
 

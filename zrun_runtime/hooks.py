@@ -112,7 +112,10 @@ class ShardHolder:
     def unpin(self, groups: Sequence[FlatGroup]) -> None:
         """The user is done with them."""
         self._pinned.subtract(groups)
-        self.release(groups)
+        self.release(groups, reshard=False)
+        for group in groups:
+            if not self._holders[group] and not self._pinned[group]:
+                group.reshard(leave_aliases=True)
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """A parameter is read by a module that did not bring it: right inside a forward or backward of the model."""

@@ -17,7 +17,7 @@ to read in between, and after a step, where the old values no longer exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +54,8 @@ _HARMLESS = {
 }  # fmt: skip
 _HARMLESS_PROPERTIES = {
     "_backward_hooks", "_base", "_cdata", "_grad", "_grad_fn", "_post_accumulate_grad_hooks", "_version", "device",
-    "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn", "is_mps",
+    "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_hpu", "is_ipu", "is_leaf", "is_maia", "is_meta", "is_mkldnn",
+    "is_mps",
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
     "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 }  # fmt: skip
@@ -97,6 +98,11 @@ def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Te
     """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
     _records[parameter] = _Record(label, view, owner)
     return torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+
+
+def move_view(parameter: nn.Parameter, view: Tensor) -> None:
+    """The full-size values of a managed parameter will be here from now on."""
+    _records[parameter] = replace(_records[parameter], view=view)
 
 
 def become_placeholder(parameter: nn.Parameter, blank: Tensor) -> None:

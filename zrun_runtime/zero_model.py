@@ -68,6 +68,7 @@ class ZeroModel:
         else:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
         self.groups = [self._build(spec) for spec in specs]
+        self.where = self._index()
         self._share_the_rest()
         self.holder = ShardHolder(units, self.groups, settings.prefetch_numel)
         self._attach(self._trained(self.groups, reverse=settings.plan.shards_params))
@@ -92,6 +93,9 @@ class ZeroModel:
     def _trained(self, groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
         trained = [group for group in groups if group.master is not None]
         return trained[::-1] if reverse else trained
+
+    def _index(self) -> dict[int, tuple[FlatGroup, int]]:
+        return {id(p): (group, i) for group in self.groups for i, p in enumerate(group.spec.parameters)}
 
     def _share_the_rest(self) -> None:
         """Give every rank rank 0's buffers and the parameters that no group holds."""
@@ -170,10 +174,12 @@ class ZeroModel:
         reduced = carry_gradients(self.reducer.order, specs, self.collectives)
         self.hooks.remove()
         self.groups.clear()
+        self.where.clear()
         self.reducer.order.clear()
         if self.updater is not None:
             self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
         self.groups = [self._build(spec) for spec in specs]
+        self.where = self._index()
         self._attach(self._trained(self.groups, reverse=False))
         for grads, values in zip(self.reducer.order, reduced, strict=True):
             grads.reduced = values

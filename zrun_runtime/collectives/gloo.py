@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zrun_runtime.collectives.transport import DONE, Pending
+from zrun_runtime.collectives.transport import DONE, Pending, finish
 from zrun_runtime.distributed import World
 
 # Tags keep messages of different movements apart: 3 bits of stream, then a number. Exchanges (ledger.py) use 3.
@@ -34,7 +34,7 @@ class GlooTransport:
         tag = _REDUCE | (self._reductions & 0xFFFFFFF)
         self._reductions += 1
         slices = full.chunk(size)
-        received = self._borrow(out.numel() * (size - 1), full.dtype)
+        received = self._borrow(out.numel() * (size - 1), full)
         incoming = dict(zip((p for p in range(size) if p != rank), received.chunk(max(1, size - 1)), strict=True))
         works = []
         for peer in self._peers():
@@ -42,8 +42,7 @@ class GlooTransport:
             works.append(self.group.send([slices[peer]], peer, tag))
 
         def complete() -> None:
-            for work in works:
-                work.wait()
+            finish(works, rank, "reducing gradients")
             terms = [slices[p] if p == rank else incoming[p] for p in range(size)]
             _sum_into(out, terms, accumulate)
             self._scratch.append(received)
@@ -64,8 +63,7 @@ class GlooTransport:
             slices[rank].copy_(own)
 
         def complete() -> None:
-            for work in works:
-                work.wait()
+            finish(works, rank, "gathering parameters")
 
         return Pending(complete)
 
@@ -81,12 +79,12 @@ class GlooTransport:
         rank, size = self.world.rank, self.world.size
         return [(rank + step) % size for step in range(1, size)]
 
-    def _borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _borrow(self, numel: int, like: Tensor) -> Tensor:
         for index, buffer in enumerate(self._scratch):
-            if buffer.numel() >= numel and buffer.dtype is dtype:
+            if buffer.numel() >= numel and buffer.dtype is like.dtype:
                 del self._scratch[index]
                 return buffer[:numel]
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
 
 
 class LonelyTransport:

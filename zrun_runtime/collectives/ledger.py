@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zrun_runtime.collectives.transport import finish
 from zrun_runtime.distributed import World
 from zrun_runtime.errors import RanksDivergedError
 
@@ -37,7 +38,7 @@ class Exchange:
         Raises:
             RanksDivergedError: ranks hold different tickets at this place.
         """
-        self._ledger.finish(self._works)
+        finish(self._works, self._ledger.world.rank, "agreeing on what comes next")
         tickets = [int(t) for t in self._heard[:, 0].tolist()]
         if len(set(tickets)) > 1:
             raise self._ledger.diverged(tickets)
@@ -74,17 +75,6 @@ class Ledger:
                 works.append(group.send([said], peer, tag))
                 works.append(group.recv([heard[peer]], peer, tag))
         return Exchange(self, said, heard, works)
-
-    def finish(self, works: list[dist.Work]) -> None:
-        """Wait for the messages of an exchange; a peer that is gone or silent is an error that says so."""
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise RanksDivergedError(
-                f"rank {self.world.rank} waited for the other ranks, and one is gone or silent: {error}",
-                "look at the first rank that failed; ranks must run the same number of forwards, backwards and steps",
-            ) from error
 
     def diverged(self, tickets: list[int]) -> RanksDivergedError:
         """The error that says which ranks are where."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+
+from zrun_runtime.errors import RanksDivergedError
 
 
 class Pending:
@@ -22,6 +25,22 @@ class Pending:
 
 
 DONE = Pending()
+
+
+def finish(works: Sequence[dist.Work], rank: int, what: str) -> None:
+    """Wait for messages.
+
+    Raises:
+        RanksDivergedError: a peer is gone, or silent for longer than the process group's time-out.
+    """
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise RanksDivergedError(
+            f"rank {rank} waited for the other ranks ({what}), and one is gone or silent: {error}",
+            "look at the first rank that failed; ranks must run the same number of forwards, backwards and steps",
+        ) from error
 
 
 class Transport(Protocol):

@@ -97,6 +97,7 @@ def main() -> int:
     zrun_runtime.init_distributed()
     problems, ends = [], []
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    agreement = "one rank" if size == 1 else f"{size} ranks agree"
     for stage in ALL_STAGES:
         first, last, sums = train(stage)
         ends.append(last)
@@ -105,7 +106,7 @@ def main() -> int:
         if len(set(sums)) != 1:
             problems.append(f"ZeRO {stage}: ranks ended with different weights (their sums: {sums})")
         if rank == 0:
-            print(f"ZeRO {stage}: loss {first:.4f} -> {last:.4f}, {size} rank{'s' * (size > 1)} agree", flush=True)
+            print(f"ZeRO {stage}: loss {first:.4f} -> {last:.4f}, {agreement}", flush=True)
     if max(ends) - min(ends) > 1e-3:
         problems.append(f"the stages ended with different losses: {ends}")
     for problem in problems if rank == 0 else ():

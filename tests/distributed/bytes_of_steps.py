@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import socket
-import struct
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .scenario import Block, Recipe, Run, Scenario, Spot
 from .training import EngineRun, make_engine
-from .worlds import World
 
 WARM_UP = 3  # steps in which groups may still be formed anew
 MEASURED = 2
@@ -89,43 +83,26 @@ def sent_by_interface() -> int:
     raise AssertionError("no loopback interface in this network namespace")
 
 
+def _together(world: int) -> int:
+    """`sent_by_interface` at a moment at which no rank sends, but for two barriers."""
+    if world > 1:
+        dist.barrier()
+    sent = sent_by_interface()
+    if world > 1:
+        dist.barrier()
+    return sent
+
+
 def measure(rank: int, world: int, *, job: Job) -> dict[str, Any]:
     """Parameter bytes, and bytes per step: counted by the runtime on this rank, and by `lo` for all ranks."""
     scenario = Wide(job.checkpointed)
     engine = make_engine(scenario, job.stage, Recipe(job.optimizer, job.accumulation))
     run = EngineRun(engine)
     run_steps(run, scenario, rank, range(WARM_UP))
-    if world > 1:
-        dist.barrier()
     engine.traffic()
-    before = sent_by_interface()
+    before = _together(world)
     run_steps(run, scenario, rank, range(WARM_UP, WARM_UP + MEASURED))
     counted = {kind: sent / MEASURED for kind, sent in engine.traffic().items()}
-    if world > 1:
-        dist.barrier()
-    seen = (sent_by_interface() - before) / MEASURED
+    seen = (_together(world) - before) / MEASURED
     size = sum(p.numel() for p in scenario.build().parameters()) * 4
     return {"parameters": size, "counted": counted, "interface": seen}
-
-
-def _raise_loopback() -> None:
-    """Switch `lo` of a new network namespace on (SIOCSIFFLAGS with IFF_UP | IFF_RUNNING)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))
-
-
-def main(size: int) -> None:
-    """Run inside a network namespace of its own: measure every stage and print one JSON line a job."""
-    _raise_loopback()
-    world = World(size)
-    try:
-        for stage in range(4):
-            for accumulation in (1, 4):
-                results = world.run(measure, job=Job(stage, accumulation))
-                print(json.dumps({"stage": stage, "accumulation": accumulation, "ranks": results}), flush=True)
-    finally:
-        world.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

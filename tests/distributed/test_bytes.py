@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from . import bytes_of_steps
+from . import loopback
 from .bytes_of_steps import Job, measure
 from .worlds import World
 
@@ -66,7 +66,7 @@ def test_a_world_of_one_sends_nothing(stage: int, world: Worlds) -> None:
 def test_the_loopback_interface_agrees(size: int) -> None:
     """In a private network namespace nothing else speaks: what `lo` sent is what all ranks say they sent."""
     done = subprocess.run(
-        ["unshare", "-rn", sys.executable, "-m", bytes_of_steps.__name__, str(size)],
+        ["unshare", "-rn", sys.executable, "-m", loopback.__name__, str(size)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -17,8 +17,10 @@ from zrun_runtime.data import build_loader
 from zrun_runtime.distributed import World
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
+from zrun_runtime.precision import DTYPES, LossScaleError, LossScaler, LossScaleSettings
 from zrun_runtime.progress import Progress, StepReport
 from zrun_runtime.telemetry import notice
+from zrun_runtime.tree import cast_floats
 from zrun_runtime.zero_model import Verdict, ZeroModel
 
 
@@ -51,7 +53,9 @@ class Engine(nn.Module):
         self.settings = config
         self.collectives = collectives
         self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if _scales(config) else None
         self.progress = Progress(collectives.world, config.steps_per_print)
+        self._cast_to = _cast_dtype(config)
         self._forced_boundary: bool | None = None
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
@@ -60,7 +64,9 @@ class Engine(nn.Module):
     # ---- forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward; floating-point inputs are cast first where the config asks for it (`auto_cast`)."""
+        if self._cast_to is not None:
+            args, kwargs = cast_floats(args, self._cast_to), cast_floats(kwargs, self._cast_to)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -72,7 +78,7 @@ class Engine(nn.Module):
             scale_wrt_gas: False leaves the division by the accumulation steps to the caller.
 
         Returns:
-            The loss as it was differentiated.
+            The loss, divided as it was differentiated, without the loss scale.
 
         Raises:
             EngineError: there is no optimizer, or the loss is not a scalar with a graph.
@@ -87,10 +93,11 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             self._losses.append(loss.detach())
             loss = loss / self.settings.accumulation_steps
+        scaled = self.scale(loss)
         hooks = self.zero.hooks
         hooks.driven = True
         try:
-            loss.backward(retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
             hooks.end_backward()
         except BaseException:
             hooks.abandon_backward()
@@ -98,6 +105,10 @@ class Engine(nn.Module):
         finally:
             hooks.driven = False
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale of fp16, for those who call `backward` on it themselves."""
+        return loss * self.scaler.scale if self.scaler is not None else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the weights, or skip if a gradient is not finite. Else only count.
@@ -113,13 +124,14 @@ class Engine(nn.Module):
             return
         if self.updater is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
-        verdict = self.zero.vote(self._loss_sum(), len(self._losses))
+        verdict = self.zero.vote(self._loss_sum(), len(self._losses), self.loss_scale())
         if verdict.finite:
             self.zero.update(verdict)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         else:
             self._skip()
+        self._adapt_loss_scale(overflow=not verdict.finite)
         self.zero.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.zero.end_step()
         self.global_steps += 1
@@ -134,6 +146,15 @@ class Engine(nn.Module):
             text = f"step {self.global_steps + 1} skipped on every rank: a gradient is not finite"
             notice("warning", f"{text} ({self.skipped_steps} skipped so far)")
 
+    def _adapt_loss_scale(self, overflow: bool) -> None:
+        if self.scaler is None:
+            return
+        try:
+            self.scaler = self.scaler.after(overflow)
+        except LossScaleError as error:
+            culprit = self.zero.first_nonfinite()
+            raise LossScaleError(f"{error.message}; the first gradient that is not: {culprit}", error.hint) from None
+
     def _report(self, verdict: Verdict) -> None:
         self._last = verdict
         self._losses.clear()
@@ -145,7 +166,7 @@ class Engine(nn.Module):
                 skipped_steps=self.skipped_steps,
                 loss=verdict.loss,
                 learning_rate=float(rates[0]) if rates else None,
-                loss_scale=None,
+                loss_scale=verdict.loss_scale if self.scaler is not None else None,
                 grad_norm=verdict.grad_norm if verdict.finite else None,
             )
         )
@@ -202,6 +223,10 @@ class Engine(nn.Module):
     def mean_loss(self) -> float:
         """The loss at the last boundary, mean over ranks and micro-batches; NaN if `backward` never saw one."""
         return self._last.loss if self._last is not None and self._last.loss is not None else float("nan")
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before its backward; 1 without fp16."""
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     def was_step_applied(self) -> bool:
         """The last boundary changed the weights."""
@@ -283,6 +308,16 @@ class Engine(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise EngineError("an Engine cannot be copied", "copy engine.module, or build a second engine")
+
+
+def _scales(config: Config) -> bool:
+    return config.precision == "fp16"
+
+
+def _cast_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that inputs are cast to, if the section of the configured precision says auto_cast."""
+    asked = {"fp16": config.fp16.auto_cast, "bf16": config.bf16.auto_cast}.get(config.precision, False)
+    return DTYPES[config.precision] if asked else None
 
 
 def _describe(value: Any) -> str:

@@ -164,11 +164,9 @@ class GradReducer:
             grads.reduced = out.to(wanted)
         elif grads.reduced is not out:
             grads.reduced.add_(out)
-        grads.square_sum = (
-            square_sum(self._own_slice(grads)) if self.at_boundary() else None
-        )  # while it is in the cache
+        grads.square_sum = square_sum(self.own_slice(grads)) if self.at_boundary() else None  # while it is in the cache
 
-    def _own_slice(self, grads: GroupGrads) -> Tensor:
+    def own_slice(self, grads: GroupGrads) -> Tensor:
         """The part of a reduced gradient that this rank counts into the norm."""
         reduced, layout = grads.reduced, grads.group.layout
         if reduced is None:
@@ -181,7 +179,7 @@ class GradReducer:
     def square_sum(self) -> float:
         """The sum of squares of this rank's slices of all reduced gradients, in float64."""
         sums = [
-            grads.square_sum if grads.square_sum is not None else square_sum(self._own_slice(grads))
+            grads.square_sum if grads.square_sum is not None else square_sum(self.own_slice(grads))
             for grads in self.order
         ]
         return float(torch.stack(sums).sum()) if sums else 0.0

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -30,3 +31,16 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         for item in list(vars(value).values()):
             yield from tensors_in(item, depth - 1)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same nesting of tuples, lists and dicts with its floating-point tensors in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    return value

@@ -41,8 +41,9 @@ class ZeroSettings:
 class Verdict:
     """What the ranks agreed on before an update."""
 
-    grad_norm: float  # global, before clipping; not finite if the step must be skipped
+    grad_norm: float  # global, before clipping, without the loss scale; not finite if the step must be skipped
     finite: bool
+    loss_scale: float  # that the gradients still carry
     loss: float | None  # mean over ranks and micro-batches
 
 
@@ -114,15 +115,28 @@ class ZeroModel:
 
     # ---- a step
 
-    def vote(self, loss_sum: float, losses: int) -> Verdict:
+    def vote(self, loss_sum: float, losses: int, loss_scale: float) -> Verdict:
         """Finish the reductions and agree on the norm, on whether to step, and on the loss to report."""
         self.reducer.finish_step()
         square_sum = self.reducer.square_sum()
         heard = self.collectives.exchange(self._ticket, (square_sum, loss_sum, losses)).wait()
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
         finite = total < float("inf")  # false for NaN as well
-        norm = total**0.5 if finite else float("inf")
-        return Verdict(norm, finite, loss / count if count else None)
+        norm = total**0.5 / loss_scale if finite else float("inf")
+        return Verdict(norm, finite, loss_scale, loss / count if count else None)
+
+    def first_nonfinite(self) -> str | None:
+        """The first parameter, in the model's order, with a non-finite reduced gradient on some rank. A collective."""
+        names = list(self.managed)
+        number = {name: index for index, name in enumerate(names)}
+        bad = [len(names)]
+        for grads in self.reducer.order:
+            mine, layout = self.reducer.own_slice(grads), grads.group.layout
+            for part in layout.fragments(self.collectives.world.rank):
+                if not mine[part.shard_offset : part.shard_offset + part.numel].isfinite().all():
+                    bad.append(number[grads.group.spec.names[part.index]])
+        first = int(self.collectives.exchange(self._ticket, (min(bad),)).wait()[:, 0].min())
+        return names[first] if first < len(names) else None
 
     def update(self, verdict: Verdict) -> None:
         """Apply the reduced gradients, clipped. Every parameter is readable on return."""
@@ -131,7 +145,7 @@ class ZeroModel:
         if self.updater is None:
             return
         clip = self.settings.clip
-        scale = min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0
+        scale = (min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0) / verdict.loss_scale
         reduced = {grads.group: grads.reduced for grads in self.reducer.order}
         self.updater.step(lambda group: _present(reduced[group]), scale)
 

@@ -262,7 +262,7 @@ def test_the_short_names_of_stage_3_keys():
 @pytest.mark.parametrize(
     ("source", "path"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"amp": {"enabled": True}}, "amp.enabled"),
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),

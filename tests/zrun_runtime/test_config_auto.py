@@ -28,13 +28,13 @@ def test_without_a_hidden_size_a_size_is_an_upper_bound():
     [
         ("auto", "auto", "cuda", None, "bf16"),
         ("auto", "auto", "cuda", True, "bf16"),
-        ("auto", "auto", "cuda", False, "fp32"),
+        ("auto", "auto", "cuda", False, "fp16"),
         ("auto", "auto", "cpu", None, "fp32"),
         ("auto", "auto", "cpu", True, "bf16"),
         ("auto", "auto", None, None, "fp32"),
         (False, "auto", "cuda", None, "bf16"),
         ("auto", True, "cpu", None, "bf16"),
-        ("auto", False, "cuda", None, "fp32"),
+        ("auto", False, "cuda", None, "fp16"),
     ],
 )
 def test_precision_follows_from_the_device(fp16, bf16, device, able, expected):

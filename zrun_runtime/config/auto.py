@@ -98,16 +98,16 @@ def _autos(section: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any],
 def choose_precision(data: dict[str, Any], hints: AutoHints) -> str:
     """What "auto" means in the sections fp16 and bf16: fp32, bf16 or fp16.
 
-    bf16 wherever the device computes in it; fp16 is not supported yet, so it is never chosen.
+    bf16 wherever the device computes in it; else fp16 on a GPU.
     """
     wanted = {name for name in ("fp16", "bf16") if _enabled(data, name) == AUTO}
     settled = [name for name in ("fp16", "bf16") if _enabled(data, name) is True]
     if settled:
         return settled[0]
-    if "bf16" not in wanted:
-        return "fp32"
     able = hints.bf16_supported if hints.bf16_supported is not None else hints.device == "cuda"
-    return "bf16" if able else "fp32"
+    if "bf16" in wanted and able:
+        return "bf16"
+    return "fp16" if "fp16" in wanted and hints.device == "cuda" else "fp32"
 
 
 def _enabled(data: dict[str, Any], name: str) -> Any:

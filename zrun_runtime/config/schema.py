@@ -31,7 +31,7 @@ ScalePower = Annotated[int, Field(ge=0, le=1023), BeforeValidator(as_whole)]
 class Fp16Config(Section):
     """fp16 training: parameters in fp16, the loss multiplied by a scale that adapts (loss_scale 0) or not."""
 
-    enabled: bool = key(False, UNSUPPORTED, 'not supported yet: use "bf16": {"enabled": true} instead')
+    enabled: bool = key(False, HONOURED, "parameters are fp16, master weights fp32, the loss is scaled")
     auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to fp16")
     loss_scale: Number = key(0.0, HONOURED, "a fixed loss scale; 0 adapts it")
     initial_scale_power: ScalePower = key(16, HONOURED, "the loss scale starts at two to this power")
@@ -48,7 +48,7 @@ class Bf16Config(Section):
     """bf16 training: parameters in bf16, fp32 master weights, no loss scale."""
 
     enabled: bool = key(False, HONOURED, "parameters are bf16, master weights fp32")
-    auto_cast: bool = key(False, UNSUPPORTED, "not supported yet: cast the inputs of the model to bf16")
+    auto_cast: bool = key(False, HONOURED, "inputs of the model are cast to bf16")
     immediate_grad_update: bool = key(False, NO_EFFECT, "gradients are taken as soon as they exist")
     check_grad_overflow: bool = key(True, NO_EFFECT, "a step with a non-finite gradient is always skipped")
     bf16_master_weights_and_grads: bool = key(

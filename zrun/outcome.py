@@ -136,8 +136,8 @@ class Outcome:
         ranks = {event.rank}
         for host in self.hosts:
             for other in host.exits.values():
-                same = other.returncode == event.returncode or (other.stopped and other.returncode != 0)
-                if same and key and likeness(other.traceback) == key:
+                same = bool(key) and other.returncode != 0 if other.stopped else other.returncode == event.returncode
+                if same and likeness(other.traceback) == key:
                     ranks.add(other.rank)
         return ranks
 

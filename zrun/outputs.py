@@ -19,7 +19,7 @@ _FATAL = re.compile(r"(?:\[rank\d+\]: ?)?Fatal Python error: ")
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 # What differs between ranks that fail alike: addresses and numbers, except the line numbers of the code.
-_RANK_NOISE = re.compile(r"0x[0-9a-fA-F]+|(?<!line )(?<!\w)\d+")
+_RANK_NOISE = re.compile(r"0x[0-9a-fA-F]+|(?<!line )(?<!\w)\d+|(?<=rank)\d+")
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,10 @@ def last_words(stderr: str) -> str:
 
 def likeness(traceback: str) -> str:
     """A key that is the same for ranks that failed alike: the traceback without what only differs by rank."""
-    lines = traceback.splitlines()
-    return _RANK_NOISE.sub("#", "\n".join(lines[: _last_frame(lines, 0) + 1]))
+    lines = _RANK_PREFIX.sub("", traceback).splitlines()
+    if lines and _HEADER.match(lines[0]):
+        lines = lines[: _last_frame(lines, 0) + 1]
+    return _RANK_NOISE.sub("#", "\n".join(lines))
 
 
 def _last_frame(lines: list[str], start: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zrun.errors import UsageError
@@ -41,6 +42,8 @@ class LaunchConfig:
             raise UsageError("--plain and --json do not go together", "drop one")
         if (self.module or self.no_python) and not self.script:
             raise UsageError("--module and --no_python need something to run", "name it after the options")
+        if math.isnan(self.grace) or math.isnan(self.lease):
+            raise UsageError("--grace and --lease are numbers of seconds")
         if self.local_rank_arg not in LOCAL_RANK_STYLES:
             styles = ", ".join(LOCAL_RANK_STYLES)
             raise UsageError(f"--local_rank_arg {self.local_rank_arg}: not one of {styles}", "`_` is the usual one")

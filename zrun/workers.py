@@ -13,7 +13,6 @@ from zrun.spool import SpoolDirectory
 from zrun.taps import EventTap, OutputTap, Tap
 
 _PIPE_BYTES = 256 * 1024
-_F_SETPIPE_SZ = 1031
 
 
 @dataclass
@@ -97,6 +96,6 @@ def start_worker(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: d
 def _enlarge(pipe: int) -> None:
     """A larger pipe means fewer turns with a worker that writes much; the limit of the user may forbid it."""
     try:
-        fcntl.fcntl(pipe, _F_SETPIPE_SZ, _PIPE_BYTES)
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     except OSError:
         pass

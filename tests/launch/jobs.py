@@ -35,7 +35,7 @@ class Job:
                 stdout=out if stdout is None else stdout,
                 stderr=err,
                 cwd=directory,
-                env={**base, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temp), name: value, **environ},
+                env={**base, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "TMPDIR": str(self.temp), name: value, **environ},
             )
 
     @property

@@ -1,0 +1,175 @@
+"""How a command line is read, without starting anything."""
+
+from __future__ import annotations
+
+import random
+
+import click
+import pytest
+
+from zrun import cli
+from zrun.settings import LaunchConfig
+
+
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    """The LaunchConfig that a command line leads to."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[LaunchConfig] = []
+    monkeypatch.setattr(cli, "run_job", lambda config: seen.append(config) or 0)
+
+    def reader(*words: str) -> LaunchConfig:
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(words))
+        assert end.value.code == 0
+        return seen.pop()
+
+    return reader
+
+
+@pytest.fixture
+def refuse(monkeypatch, tmp_path, capsys):
+    """What is said about a command line that is wrong."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "run_job", lambda config: pytest.fail(f"ran {config}"))
+
+    def refuser(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(words))
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return refuser
+
+
+def test_nothing_is_the_smoke_job(read):
+    assert read() == LaunchConfig()
+    assert read("--num_gpus", "2", "--backend", "gloo") == LaunchConfig(num_gpus=2, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["--num_gpus", "2"], {"num_gpus": 2}),
+        (["--num-gpus=2"], {"num_gpus": 2}),
+        (["--num_accelerators", "2"], {"num_gpus": 2}),
+        (["--nproc-per-node", "2"], {"num_gpus": 2}),
+        (["--nproc_per_node=2"], {"num_gpus": 2}),
+        (["--backend", "nccl"], {"backend": "nccl"}),
+        (["--device=cuda"], {"device": "cuda"}),
+        (["--master-addr", "h", "--master-port", "7"], {"master_addr": "h", "master_port": 7}),
+        (["--module"], {"module": True}),
+        (["-m"], {"module": True}),
+        (["--no-python"], {"no_python": True}),
+        (["--local_rank_arg", "_"], {"local_rank_arg": "_"}),
+        (["--local-rank-arg", "-"], {"local_rank_arg": "-"}),
+        (["--local-rank-arg=off"], {"local_rank_arg": "off"}),
+        (["--env", "A=1", "--env", "B-C=x_y", "--env=D"], {"env": ("A=1", "B-C=x_y", "D")}),
+        (["--env", "--x"], {"env": ("--x",)}),
+        (["--env-file", "f", "--env_file", "g"], {"env_file": ("f", "g")}),
+        (["--log_dir", "my-logs"], {"log_dir": "my-logs"}),
+        (["--grace", "1.5", "--lease", "7"], {"grace": 1.5, "lease": 7.0}),
+        (["--dry-run", "--plain", "-v"], {"dry_run": True, "plain": True, "verbose": True}),
+        (["--json", "--verbose"], {"json": True, "verbose": True}),
+    ],
+)
+@pytest.mark.parametrize("script", [["x.py"], ["x.py", "--num_gpus", "9", "-v", "--", "--help", "run"]])
+def test_options(read, words, fields, script):
+    assert read(*words, *script) == LaunchConfig(script=script[0], script_args=tuple(script[1:]), **fields)
+
+
+def test_a_separator_before_the_script_is_ours_and_later_ones_are_not(read):
+    assert read("--", "-x.py", "--", "a") == LaunchConfig(script="-x.py", script_args=("--", "a"))
+    assert read("-v", "--", "--json") == LaunchConfig(script="--json", verbose=True)
+
+
+def test_whatever_follows_the_script_is_the_scripts(read):
+    rng = random.Random(3)
+    pieces = ["--num_gpus", "2", "-v", "--", "--help", "", " ", "\n", "a b", "$X", "'", '"', "*", "ü", "\udcff", "run"]
+    pieces += ["--env", "A=1", "--config=ds.json", "-", "---", "\\", "%s", "plan", "\t", "=", "--=", "x" * 5000]
+    for _ in range(200):
+        args = tuple(rng.choice(pieces) for _ in range(rng.randint(0, 12)))
+        config = read("--num_gpus", "3", "x.py", *args)
+        assert config == LaunchConfig(script="x.py", script_args=args, num_gpus=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num_gpus", "0", "x"], "num_gpus"),
+        (["--num_gpus", "two", "x"], "two"),
+        (["--num_gpus"], "num_gpus"),
+        (["--numgpus", "2", "x"], "--num_gpus"),
+        (["--backend", "mpi", "x"], "mpi"),
+        (["--device", "tpu", "x"], "tpu"),
+        (["--master_port", "70000", "x"], "70000"),
+        (["--lease", "0", "x"], "lease"),
+        (["--grace", "soon", "x"], "soon"),
+        (["--grace", "nan", "x"], "--grace"),
+        (["--local_rank_arg", "both", "x"], "both"),
+        (["-x"], "-x"),
+        (["--module"], "--module"),
+        (["--plain", "--json", "x"], "--plain"),
+    ],
+)
+def test_wrong_lines(refuse, words, said):
+    text = refuse(*words)
+    assert said in text and text.startswith("zrun: error: ")
+    assert "Traceback" not in text
+
+
+class Entry:
+    """An entry point of another package."""
+
+    def __init__(self, command=None, error=None):
+        self.value = "elsewhere:command"
+        self._command, self._error = command, error
+
+    def load(self):
+        if self._error:
+            raise self._error
+        return self._command
+
+
+@pytest.fixture
+def offer(monkeypatch):
+    def offerer(**entries: Entry) -> None:
+        def entry_points(group, name):
+            assert group == "zrun.commands"
+            return [entries[name]] if name in entries else []
+
+        monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+
+    return offerer
+
+
+def test_a_command_of_another_package(offer, monkeypatch, tmp_path):
+    @click.command()
+    @click.option("--n", type=int)
+    def plan(n):
+        return n
+
+    offer(plan=Entry(plan))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["plan", "--n", "5"])
+    assert end.value.code == 5
+
+
+def test_a_command_is_one_only_as_the_first_word_and_only_if_no_file_is_called_so(offer, read, tmp_path):
+    offer(plan=Entry(error=AssertionError("loaded")))
+    assert read("-v", "plan").script == "plan"
+    assert read("run", "--", "plan").script == "plan"
+    assert read("run", "plan", "x") == LaunchConfig(script="plan", script_args=("x",))
+    assert read("run", "--num_gpus", "2", "x") == LaunchConfig(script="x", num_gpus=2)
+    assert read("other").script == "other"
+    (tmp_path / "plan").touch()
+    assert read("plan").script == "plan"
+    (tmp_path / "run").touch()
+    assert read("run", "x") == LaunchConfig(script="run", script_args=("x",))
+    assert read("run", "--", "x").script == "x"
+
+
+def test_a_command_that_cannot_be_loaded(offer, refuse):
+    offer(plan=Entry(error=ImportError("No module named 'torch'")))
+    assert "No module named 'torch'" in refuse("plan")

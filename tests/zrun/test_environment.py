@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from zrun.environment import looks_secret, parse_env_file, read_assignment, worker_environment
+from zrun.errors import UsageError
+from zrun.job import JobSpec
+
+SPEC = JobSpec(
+    job_id="abc",
+    host="two",
+    node_rank=1,
+    node_count=2,
+    world_size=5,
+    first_rank=3,
+    local_world_size=2,
+    master_addr="10.0.0.1",
+    master_port=1234,
+    device="cpu",
+    backend="gloo",
+    command=("python", "x.py"),
+    cwd="/",
+    environment={"ADDED": "yes"},
+)
+
+
+def test_ranks_of_the_second_node():
+    env = worker_environment(SPEC, 1, {"BASE": "1", "RANK": "77", "ZRUN_EVENT_FD": "3:4"}, cores=8)
+    expected = {"RANK": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    expected |= {"CROSS_RANK": "1", "CROSS_SIZE": "2", "GROUP_WORLD_SIZE": "2", "LOCAL_SIZE": "2", "BASE": "1"}
+    expected |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "ADDED": "yes", "OMP_NUM_THREADS": "4"}
+    assert {name: env.get(name) for name in expected} == expected
+    assert "ZRUN_EVENT_FD" not in env and "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_what_the_user_set_stays():
+    env = worker_environment(SPEC, 0, {"OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}, cores=8)
+    assert (env["OMP_NUM_THREADS"], env["PYTHONUNBUFFERED"]) == ("7", "")
+    assert worker_environment(SPEC, 0, {}, cores=1)["OMP_NUM_THREADS"] == "1"
+
+
+def test_devices():
+    whole = dataclasses.replace(SPEC, device="cuda", devices=("4", "GPU-9"))
+    assert worker_environment(whole, 1, {}, 8)["CUDA_VISIBLE_DEVICES"] == "4,GPU-9"
+    slices = dataclasses.replace(SPEC, device="cuda", devices=("MIG-a", "MIG-b"))
+    assert worker_environment(slices, 1, {}, 8)["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("A=1", ("A", "1")), ("A=", ("A", "")), ("A=x=y", ("A", "x=y")), ("A= b\nc ", ("A", " b\nc ")), ("H", ("H", "h"))],
+)
+def test_assignments(text, expected):
+    assert read_assignment(text, {"H": "h"}) == expected
+
+
+@pytest.mark.parametrize("text", ["", "=1", "1A=2", "A-B=1", "A B=1", "MISSING", "RANK=0", "ZRUN_JOB_ID=x", "A\n=1"])
+def test_wrong_assignments(text):
+    with pytest.raises(UsageError):
+        read_assignment(text, {"RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("WANDB_API_KEY", True), ("hf_token", True), ("DB_PASSWORD", True), ("AWS_SECRET_X", True), ("PATH", False)],
+)
+def test_secret_names(name, secret):
+    assert looks_secret(name) == secret
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=1", "1"),
+        ("A = 1", "1"),
+        ("  export A=1  ", "1"),
+        ("A=", ""),
+        ("A=b c", "b c"),
+        ("A=b # why", "b"),
+        ("A=b#c", "b#c"),
+        ("A=# all", ""),
+        ("A=x=y==", "x=y=="),
+        ("A='single # $X \\n'", "single # $X \\n"),
+        ('A="two\\nlines \\"q\\" \\$ \\\\ \\z"', 'two\nlines "q" $ \\ \\z'),
+        ("A='first\nsecond'", "first\nsecond"),
+        ('A="first\n\n# no comment\nlast" # comment', "first\n\n# no comment\nlast"),
+        ('A=""', ""),
+        ("A=it's", "it's"),
+        ("A=1\nA=2", "2"),
+        ("\n# B=1\n   # C=1\r\nA=1\r\n\r\n", "1"),
+    ],
+)
+def test_env_files(line, value):
+    assert parse_env_file(line, "f") == {"A": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("A=1\nB", "f:2"),
+        ("A=1\n\nB='x\ny", "f:3"),
+        ("A='x' y", "f:1"),
+        ("1A=2", "f:1"),
+        ("\nRANK=1", "f:2"),
+        ("A B=1", "f:1"),
+        ("=1", "f:1"),
+    ],
+)
+def test_wrong_env_files_name_the_line(text, where):
+    with pytest.raises(UsageError, match=where):
+        parse_env_file(text, "f")

@@ -21,7 +21,7 @@ import zrun
 from zrun import events
 from zrun.channel import Command, Inbox, Outbox
 from zrun.devices import usable_cores
-from zrun.errors import ProtocolError
+from zrun.errors import HostLostError, ProtocolError
 from zrun.hints import count_oom_kills, hint_for
 from zrun.job import MAX_SPEC_BYTES, JobSpec
 from zrun.keeper import GIVE_UP_SECONDS, watch
@@ -107,7 +107,9 @@ class Agent:
             if key.data is not None:
                 key.data.tick(self._outbox, now)
         if self._inbox.expired and not self._stopped:
-            self._stop(signal.SIGTERM, self._spec.grace)
+            self._give_up(
+                f"zrun gave no sign of life for {self._spec.lease:g} s", "see --lease", HostLostError.exit_code
+            )
         if os.getppid() != self._keeper:
             self._keeper = os.getppid()
             text = (
@@ -261,6 +263,8 @@ def _start_failure(error: OSError, spec: JobSpec, spools: SpoolDirectory | None)
     what = f"cannot start the workers on {spec.host}: {error.strerror or error}"
     if path:
         what += f": {path}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return what, "the limit of open files is reached (ulimit -n); a worker takes five", 3
     if error.errno == errno.EAGAIN:
         return what, "the limit of processes of this user is reached (ulimit -u)", 3
     if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -132,8 +132,9 @@ def run_job(config: LaunchConfig) -> int:
         click.echo(head.encode("utf-8", "replace").decode())
         click.echo(rank_table(job.ranks))
         return 0
-    mode = "json" if config.json else "rich" if not config.plain and _is_terminal() else "plain"
-    supervisor = Supervisor(job, LocalTransport(os.environ), make_console(mode, sys.stdout))
+    stream = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed; open until the end
+    mode = "json" if config.json else "rich" if not config.plain and _is_terminal(stream) else "plain"
+    supervisor = Supervisor(job, LocalTransport(os.environ), make_console(mode, stream))
     code = supervisor.run()
     if supervisor.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
@@ -147,8 +148,8 @@ def _current_directory() -> str:
         raise UsageError(f"the current directory cannot be used: {error.strerror}", "cd to one that exists") from None
 
 
-def _is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

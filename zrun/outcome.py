@@ -29,8 +29,9 @@ class HostState:
 
     @property
     def complete(self) -> bool:
-        """Every worker ended with 0 and the agent has cleaned up."""
-        return self.done is not None and len(self.exits) == self.spec.local_world_size and not self.failures
+        """Every worker ended with 0, unasked, and the agent has cleaned up."""
+        well = [e for e in self.exits.values() if e.returncode == 0 and not e.stopped]
+        return self.done is not None and len(well) == self.spec.local_world_size
 
     @property
     def log_dir(self) -> str:
@@ -79,7 +80,7 @@ class Outcome:
             host.lost = error or HostLostError("its agent ended before the job did")
             self._blame(host)
         elif not host.complete and not self.failed:
-            host.lost = HostLostError("its agent left before all workers had ended")
+            host.lost = HostLostError("its agent left before all workers had ended by themselves")
             self._blame(host)
 
     def interrupt(self, number: int) -> None:

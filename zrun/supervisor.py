@@ -27,6 +27,7 @@ GREETING_SECONDS = 60.0  # for an agent to start
 _ALIKE_SECONDS = 0.25  # after a failure, for others that fail at the same moment to say so ...
 _ALIKE_LIMIT = 1.5  # ... as long as they keep coming
 _CLEANUP_SECONDS = 15.0  # after grace, for an agent or keeper to end what cannot be killed
+_REMARK_SECONDS = 1.0  # after the others were told to stop
 _SAME_KEYSTROKE = 0.25  # a wrapper may pass on a Ctrl-C that we have got already
 _FAREWELL_SECONDS = 2.0  # for the console of an interrupted launcher
 
@@ -47,6 +48,7 @@ class Supervisor:
         self._started = 0.0
         self._stop_at: float | None = None  # when the window for failures alike closes
         self._stop_by = 0.0  # at the latest
+        self._remark_at: float | None = None  # when a person should be told what takes so long
         self._give_up_at: float | None = None  # a host that has not ended by then is lost
         self._interrupted_at: float | None = None
         self._keeps_output = False  # the agents know that their files are needed
@@ -73,7 +75,7 @@ class Supervisor:
             return self._finish()
 
     def _seconds_to_wait(self) -> float:
-        times = [t for t in (self._stop_at, self._give_up_at) if t is not None]
+        times = [t for t in (self._stop_at, self._remark_at, self._give_up_at) if t is not None]
         return max(0.0, min([1.0, *(t - time.monotonic() for t in times)]))
 
     def _next_item(self, timeout: float) -> object:
@@ -148,6 +150,11 @@ class Supervisor:
         if self._stop_at is not None and now >= self._stop_at:
             self._stop_at = None
             self._stop(number=signal.SIGTERM)
+            self._remark_at = now + _REMARK_SECONDS
+        if self._remark_at is not None and now >= self._remark_at:
+            self._remark_at = None
+            grace = self._job.specs[0].grace
+            self._feed.message("warning", f"the job has failed; the other workers have {grace:g} s to end")
         late = now > self._started + GREETING_SECONDS
         for connection in self._connections:
             if connection.closed:

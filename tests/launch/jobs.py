@@ -35,7 +35,13 @@ class Job:
                 stdout=out if stdout is None else stdout,
                 stderr=err,
                 cwd=directory,
-                env={**base, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "TMPDIR": str(self.temp), name: value, **environ},
+                env={
+                    **base,
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                    "TMPDIR": str(self.temp),
+                    name: value,
+                    **environ,
+                },
             )
 
     @property
@@ -59,6 +65,10 @@ class Job:
     def pids(self) -> list[int]:
         """Every living process of this run except the launcher."""
         return [pid for pid in processes_with(self.tag) if pid != self.process.pid]
+
+    def workers(self) -> list[int]:
+        """Those of `pids` that are ranks, or children of ranks."""
+        return [pid for pid in self.pids() if "\0RANK=" in read(f"/proc/{pid}/environ")]
 
     def agents(self) -> tuple[int, int]:
         """Pids of keeper and agent."""

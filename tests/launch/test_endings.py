@@ -224,7 +224,23 @@ def test_a_silent_launcher_loses_its_lease(tmp_path):
     with job(tmp_path, SLEEP, "--num_gpus", "2", "--lease", "1", *CPU) as run:
         both_up(run)
         run.send(signal.SIGSTOP)
-        run.wait_gone(6)
+        run.wait_for(lambda: not run.workers(), 6)
+        run.send(signal.SIGCONT)
+        assert run.wait(10) == 4
+        assert "no sign of life" in run.out
+        assert run.pids() == []
+
+
+def test_an_agent_that_was_stopped_ends_its_workers(tmp_path):
+    with job(tmp_path, SLEEP, "--num_gpus", "2", "--grace", "0.5", *CPU) as run:
+        both_up(run)
+        _, agent = run.agents()
+        kill(agent, signal.SIGSTOP)
+        run.process.kill()
+        time.sleep(0.5)
+        assert run.workers()
+        kill(agent, signal.SIGCONT)
+        run.wait_gone(3)
 
 
 def test_ctrl_z_holds_the_lease(tmp_path):

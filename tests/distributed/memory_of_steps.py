@@ -22,7 +22,7 @@ class Tiny(Scenario):
 
 
 def live_bytes() -> int:
-    """Bytes of every storage that some Python object refers to, each storage once."""
+    """Bytes of every storage that some Python object made since `gc.freeze()` refers to, each storage once."""
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         kind = type(thing)
@@ -53,34 +53,41 @@ class Held:
 def hold(rank: int, world: int, *, stage: int, recipe: Recipe, tiny: bool = False) -> Held:
     """Train two steps, then look, during one micro-batch and after it."""
     scenario = Tiny() if tiny else Wide(width=256)
-    before = live_bytes()
+    gc.collect()
+    gc.freeze()  # so that looking at what is alive does not look at what was there before
+    try:
+        return _hold(rank, scenario, stage, recipe)
+    finally:
+        gc.unfreeze()
+
+
+def _hold(rank: int, scenario: Scenario, stage: int, recipe: Recipe) -> Held:
     engine = make_engine(scenario, stage, recipe)
     run, held = EngineRun(engine), Held()
     run_steps(run, scenario, rank, range(2))
     gc.collect()
-    held.between, held.told = live_bytes() - before, dict(engine.state_bytes())
-    hooks = _watch(engine.module, held, before)
+    held.between, held.told = live_bytes(), dict(engine.state_bytes())
+    hooks = _watch(engine.module, held)
     scenario.micro(run)
     for hook in hooks:
         hook.remove()
     engine.step()
     gc.collect()
-    held.within = live_bytes() - before
-    del engine, run
+    held.within = live_bytes()
     model = scenario.build()
     held.parameters = sum(p.numel() for p in model.parameters())
     held.block = max(sum(p.numel() for p in m.parameters()) for m in model.modules() if isinstance(m, Block))
     return held
 
 
-def _watch(model: nn.Module, held: Held, before: int) -> list[Any]:
+def _watch(model: nn.Module, held: Held) -> list[Any]:
     """Hooks on every module that note the most bytes alive."""
 
     def forward(*_: Any) -> None:
-        held.forward = max(held.forward, live_bytes() - before)
+        held.forward = max(held.forward, live_bytes())
 
     def backward(*_: Any) -> None:
-        held.backward = max(held.backward, live_bytes() - before)
+        held.backward = max(held.backward, live_bytes())
 
     hooks: list[Any] = []
     for module in model.modules():

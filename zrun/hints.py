@@ -6,14 +6,14 @@ import os
 import signal
 
 
+CGROUP_ROOT = "/sys/fs/cgroup"
+
+
 def count_oom_kills() -> int | None:
-    """Processes of our cgroup that the kernel killed for memory, so far; None where it cannot be read."""
+    """Processes of our cgroup that the kernel killed for want of memory, so far; None where it cannot be read."""
     for group in _cgroups():
-        for path, key in (
-            (f"/sys/fs/cgroup{group}/memory.events", "oom_kill"),
-            (f"/sys/fs/cgroup/memory{group}/memory.oom_control", "oom_kill"),
-        ):
-            found = _read_counter(path, key)
+        for path in (f"{CGROUP_ROOT}{group}/memory.events", f"{CGROUP_ROOT}/memory{group}/memory.oom_control"):
+            found = _read_counter(path, "oom_kill")
             if found is not None:
                 return found
     return None
@@ -24,7 +24,7 @@ def hint_for(number: int, oom_kills_before: int | None) -> str:
     if number == signal.SIGKILL:
         now = count_oom_kills()
         if now is not None and oom_kills_before is not None and now > oom_kills_before:
-            return "the kernel killed it because this job's memory limit (cgroup) was used up"
+            return "the kernel killed it because memory ran out: oom_kill of this job's cgroup went up"
         return (
             "nothing of zrun killed it: most often the host ran out of memory. "
             "`dmesg | grep -i 'killed process'` tells, where you may read it"

@@ -208,7 +208,9 @@ def _missing_hint(path: str, name: str) -> str:
     if "/" not in name and "." in name and not name.endswith(".py"):
         return f"for a module write: zrun --module {name}"
     directory = os.path.dirname(path)
-    return "" if os.path.isdir(directory) else f"there is no directory {directory}"
+    if not os.path.isdir(directory):
+        return f"there is no directory {directory}"
+    return "" if "." in name or "/" in name else "no command of zrun is called so either"
 
 
 def _check_program(name: str, environ: Mapping[str, str], cwd: str) -> None:

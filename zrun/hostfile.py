@@ -12,3 +12,7 @@ class Host:
     name: str
     slots: int  # ranks to start there
     devices: tuple[str, ...] = ()  # entries for CUDA_VISIBLE_DEVICES, one a slot; empty on the CPU
+    user: str = ""  # empty: as ssh_config says, else the user here
+    port: int | None = None  # of its SSH server; None: as --ssh_port or ssh_config says, else 22
+    python: str = ""  # its interpreter; empty: the path of ours
+    addr: str = ""  # where rank 0 listens, should it be the first host; empty: found out

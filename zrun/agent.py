@@ -110,13 +110,14 @@ class Agent:
             self._give_up(
                 f"zrun gave no sign of life for {self._spec.lease:g} s", "see --lease", HostLostError.exit_code
             )
+        self._look_for_keeper()
+        self._outbox.flush()
+
+    def _look_for_keeper(self) -> None:
         if os.getppid() != self._keeper:
             self._keeper = os.getppid()
-            text = (
-                f"the keeper on {self._spec.host} was killed; should its agent be killed as well, workers may be left"
-            )
+            text = "the agent's keeper was killed: should the agent be killed as well, workers may be left behind"
             self._outbox.put(events.Notice(self._spec.first_rank, "warning", text))
-        self._outbox.flush()
 
     def _watch_stdout(self) -> None:
         watched = self._outbox.fd in self._selector.get_map()

@@ -42,7 +42,9 @@ def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], 
         base: the agent's own environment.
         cores: CPU cores that the workers of this host share.
     """
-    environment = {**base, **spec.environment}
+    # What torchrun told a worker of its own inside of which we may run would mislead ours (who serves the store).
+    own = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
+    environment = {**own, **spec.environment}
     local = str(spec.local_world_size)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.local_world_size)))
     environment.setdefault("PYTHONUNBUFFERED", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import sys
@@ -203,13 +204,15 @@ def check_script(path: str, name: str) -> None:
 def _missing_hint(path: str, name: str) -> str:
     if name.startswith("-"):
         return "options of zrun come before the script"
-    if os.path.exists(path + ".py"):
-        return f"did you mean {name}.py?"
     if "/" not in name and "." in name and not name.endswith(".py"):
         return f"for a module write: zrun --module {name}"
     directory = os.path.dirname(path)
     if not os.path.isdir(directory):
         return f"there is no directory {directory}"
+    scripts = [entry for entry in os.listdir(directory) if entry.endswith(".py")]
+    near = difflib.get_close_matches(os.path.basename(name), scripts, n=1)
+    if near:
+        return f"did you mean {os.path.join(os.path.dirname(name), near[0])}?"
     return "" if "." in name or "/" in name else "no command of zrun is called so either"
 
 

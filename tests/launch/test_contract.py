@@ -155,6 +155,7 @@ def test_a_node_that_is_done_does_not_end_the_other(tmp_path, capfd):
     assert "end 1" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_eight_jobs_at_once(tmp_path):
     script = """
         import os, socket, time
@@ -197,7 +198,10 @@ def test_a_port_that_is_taken(tmp_path):
     ("arguments", "words"),
     [
         (["missing.py"], ["missing.py"]),
-        (["script"], ["script.py"]),
+        (["script"], ["did you mean script.py"]),
+        (["scirpt.py"], ["did you mean script.py"]),
+        (["nowhere/script.py"], ["no directory"]),
+        (["plan"], ["no script plan", "command"]),
         (["--num_gpus", "0", "script.py"], ["num_gpus"]),
         (["--num_gpu", "2", "script.py"], ["--num_gpu", "num_gpus"]),
         (["--frobnicate"], ["--frobnicate"]),

@@ -6,6 +6,8 @@ import json
 import os
 import time
 
+import pytest
+
 from tests.launch.jobs import job, read
 
 CPU = ("--backend", "gloo")
@@ -61,6 +63,7 @@ def test_text_that_is_not_utf8_and_lines_without_an_end(tmp_path):
         assert whole == b"a \xff b\n" + "ü€😀\n".encode() + b"x" * 100_000 + b"\nlast"
 
 
+@pytest.mark.slow
 def test_a_progress_bar_does_not_flood(tmp_path):
     script = """
         import sys, time
@@ -77,6 +80,7 @@ def test_a_progress_bar_does_not_flood(tmp_path):
         assert len(texts) <= 6
 
 
+@pytest.mark.slow
 def test_a_flood_stalls_nobody_and_is_in_the_file(tmp_path):
     script = """
         import os, resource, time
@@ -135,6 +139,7 @@ def test_a_console_that_stalls_holds_nobody_up(tmp_path):
         os.close(reader)
 
 
+@pytest.mark.slow
 def test_a_stalled_console_does_not_keep_the_job_from_ending(tmp_path):
     script = """
         import os, pathlib

@@ -41,6 +41,12 @@ def test_what_the_user_set_stays():
     assert worker_environment(SPEC, 0, {}, cores=1)["OMP_NUM_THREADS"] == "1"
 
 
+def test_nothing_of_another_launcher_is_passed_on():
+    base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_LOGS": "x"}
+    env = worker_environment(SPEC, 0, base, cores=8)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in env and env["TORCH_LOGS"] == "x"
+
+
 def test_devices():
     whole = dataclasses.replace(SPEC, device="cuda", devices=("4", "GPU-9"))
     assert worker_environment(whole, 1, {}, 8)["CUDA_VISIBLE_DEVICES"] == "4,GPU-9"

@@ -18,6 +18,7 @@ from zrun_runtime.plan import StatePlan
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.schedules import build_scheduler
 from zrun_runtime.telemetry import notice
+from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None
@@ -98,7 +99,7 @@ def _settings(config: Config, policy: DtypePolicy) -> ZeroSettings:
         grouping=GroupingPolicy(zero.reduce_bucket_size, zero.param_persistence_threshold),
         prefetch_numel=zero.prefetch_bucket_size,
         wire_dtype=policy.reduce_dtype,
-        accum_dtype=policy.accum_dtype,
+        window=Window(config.accumulation_steps, policy.accum_dtype, config.managed_gradient_accumulation),
         clip=config.gradient_clipping,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zrun_runtime.errors import EngineError
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.zero_model import ZeroModel
 
@@ -36,6 +38,57 @@ def module_state_dict(module: nn.Module, zero: ZeroModel) -> dict[str, Any]:
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 state[dot + name] = buffer.detach().cpu().clone()
     return state
+
+
+def load_module_state_dict(
+    module: nn.Module,
+    zero: ZeroModel,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load: Callable[..., Any] | None = None,
+) -> None:
+    """The reverse; see Engine.load_module_state_dict. Groups are gathered one at a time (all for `custom_load`)."""
+    given = zero.collectives.world.rank == 0 or bool(checkpoint)
+    misfit = _misfit(module, checkpoint) if given and strict and custom_load is None else ""
+    if not zero.agree(not misfit):
+        raise EngineError(
+            f"the state dict does not fit the model: {misfit or 'another rank says where'}",
+            "load the dict of the same model, or pass strict=False",
+        )
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    grouped = set()
+    for groups in [zero.groups] if custom_load is not None else [[group] for group in zero.groups]:
+        zero.holder.pin(groups)
+        mine = {name for group in groups for p in group.spec.parameters for name in names[id(p)]}
+        grouped |= mine
+        if custom_load is not None and given:
+            custom_load(src=checkpoint, dst=module)
+        elif given:
+            module.load_state_dict({k: v for k, v in checkpoint.items() if k in mine}, strict=False)
+        for group in groups:
+            group.store(source=0)
+        zero.holder.unpin(groups)
+    if given and custom_load is None:
+        module.load_state_dict({k: v for k, v in checkpoint.items() if k not in grouped}, strict=False)
+    zero.share_the_rest()
+
+
+def _misfit(module: nn.Module, checkpoint: Mapping[str, Any]) -> str:
+    """What is missing from a state dict, what nobody knows, and what has another shape."""
+    transient = {
+        f"{prefix}.{name}".lstrip(".") for prefix, m in module.named_modules() for name in m._non_persistent_buffers_set
+    }
+    wanted = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    wanted |= {n: b.shape for n, b in module.named_buffers(remove_duplicate=False) if n not in transient}
+    given = {name: value for name, value in checkpoint.items() if not name.endswith("_extra_state")}
+    found = {
+        "missing": [name for name in wanted if name not in given],
+        "unknown": [name for name in given if name not in wanted],
+        "of another shape": [n for n, v in given.items() if n in wanted and v.shape != wanted[n]],
+    }
+    return "; ".join(f"{what}: {', '.join(map(str, names[:5]))}" for what, names in found.items() if names)
 
 
 def full_value(zero: ZeroModel, parameter: nn.Parameter, shard: Tensor | None) -> Tensor | None:

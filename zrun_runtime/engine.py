@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from zrun_runtime.accumulation import AccumulationControl
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import Config
-from zrun_runtime.consolidate import module_state_dict
+from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
 from zrun_runtime.data import build_loader
-from zrun_runtime.distributed import World
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.precision import DTYPES, LossScaleError, LossScaler, LossScaleSettings
@@ -24,7 +24,7 @@ from zrun_runtime.tree import cast_floats
 from zrun_runtime.zero_model import Verdict, ZeroModel
 
 
-class Engine(nn.Module):
+class Engine(AccumulationControl):
     """A model, its sharded state and its optimizer, driven by forward, backward and step.
 
     Method names and meanings are those of DeepSpeed's engine, so training loops written for it run unchanged.
@@ -48,6 +48,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = module
         self.zero = zero
+        self.window = zero.settings.window
         self.updater = zero.updater = updater
         self.lr_scheduler = lr_scheduler
         self.settings = config
@@ -55,18 +56,18 @@ class Engine(nn.Module):
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if _scales(config) else None
         self.progress = Progress(collectives.world, config.steps_per_print)
-        self._cast_to = _cast_dtype(config)
-        self._forced_boundary: bool | None = None
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
-        zero.reducer.at_boundary = self.is_gradient_accumulation_boundary
+        self._scaled = False  # the caller scaled a loss of this window
+        self.window.on_plain_backward = self._begin_plain_backward
 
     # ---- forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast first where the config asks for it (`auto_cast`)."""
-        if self._cast_to is not None:
-            args, kwargs = cast_floats(args, self._cast_to), cast_floats(kwargs, self._cast_to)
+        dtype = _cast_dtype(self.settings)
+        if dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -93,9 +94,8 @@ class Engine(nn.Module):
         if scale_wrt_gas:
             self._losses.append(loss.detach())
             loss = loss / self.settings.accumulation_steps
-        scaled = self.scale(loss)
-        hooks = self.zero.hooks
-        hooks.driven = True
+        scaled = self._times_scale(loss)
+        hooks, self.window.driven = self.zero.hooks, True
         try:
             scaled.backward(retain_graph=retain_graph)
             hooks.end_backward()
@@ -103,12 +103,23 @@ class Engine(nn.Module):
             hooks.abandon_backward()
             raise
         finally:
-            hooks.driven = False
+            self.window.driven = False
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale of fp16, for those who call `backward` on it themselves."""
+        self._scaled = True
+        return self._times_scale(loss)
+
+    def _times_scale(self, loss: Tensor) -> Tensor:
         return loss * self.scaler.scale if self.scaler is not None else loss
+
+    def _begin_plain_backward(self) -> None:
+        if self.scaler is not None and not self._scaled:
+            raise EngineError(
+                "loss.backward(): fp16 gradients need the loss scale, and the loss was not scaled",
+                "call engine.backward(loss), or engine.scale(loss).backward()",
+            )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At an accumulation boundary: update the weights, or skip if a gradient is not finite. Else only count.
@@ -118,8 +129,11 @@ class Engine(nn.Module):
         Args:
             lr_kwargs: passed on to the scheduler's `step`.
         """
-        boundary = self.is_gradient_accumulation_boundary()
+        if self.window.held:
+            raise EngineError("step: inside no_sync() gradients are not reduced", "call step after the context")
+        boundary = self.window.at_boundary
         self.micro_steps += 1
+        self.window.move_on(updated=boundary)
         if not boundary:
             return
         if self.updater is None:
@@ -132,9 +146,9 @@ class Engine(nn.Module):
         else:
             self._skip()
         self._adapt_loss_scale(overflow=not verdict.finite)
-        self.zero.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.zero.end_step()
         self.global_steps += 1
+        self._scaled = False
         self._report(verdict)
 
     def _loss_sum(self) -> float:
@@ -155,14 +169,18 @@ class Engine(nn.Module):
             culprit = self.zero.first_nonfinite()
             raise LossScaleError(f"{error.message}; the first gradient that is not: {culprit}", error.hint) from None
 
+    def _samples(self) -> int:
+        if self.window.managed:
+            return self.train_batch_size()
+        return len(self._losses) * self.train_micro_batch_size_per_gpu() * self.world.size
+
     def _report(self, verdict: Verdict) -> None:
         self._last = verdict
-        self._losses.clear()
         rates = self.get_lr()
         self.progress.step_done(
             StepReport(
                 step=self.global_steps,
-                samples=self.train_batch_size(),
+                samples=self._samples(),
                 skipped_steps=self.skipped_steps,
                 loss=verdict.loss,
                 learning_rate=float(rates[0]) if rates else None,
@@ -170,16 +188,7 @@ class Engine(nn.Module):
                 grad_norm=verdict.grad_norm if verdict.finite else None,
             )
         )
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """The backward that runs now, or the next one, is the last before an update."""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide from outside what is a boundary; holds until it is called again."""
-        self._forced_boundary = is_boundary
+        self._losses.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those already reduced included."""
@@ -192,29 +201,9 @@ class Engine(nn.Module):
     # ---- questions
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer over this rank's master weights."""
-        return self.updater.optimizer if self.updater is not None else None
-
-    @property
-    def world(self) -> World:
-        """The ranks that train together."""
-        return self.collectives.world
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.world.device
-
-    @property
     def global_samples(self) -> int:
         """Samples of all ranks in the steps so far."""
-        return self.global_steps * self.train_batch_size()
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config as it was given."""
-        return self.settings.raw
+        return self.progress.samples
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm over all ranks and parameters at the last boundary, before clipping; inf if it was skipped."""
@@ -231,26 +220,6 @@ class Engine(nn.Module):
     def was_step_applied(self) -> bool:
         """The last boundary changed the weights."""
         return self._last is not None and self._last.finite
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each optimizer group."""
-        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
-
-    def train_batch_size(self) -> int:
-        """Samples of all ranks in one optimizer step."""
-        return self.settings.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one rank in one forward."""
-        return self.settings.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backwards per optimizer step."""
-        return self.settings.accumulation_steps
-
-    def zero_optimization_stage(self) -> int:
-        """The configured ZeRO stage."""
-        return self.settings.zero.stage
 
     def traffic(self) -> dict[str, int]:
         """Bytes this rank sent since the last call, by kind: reduce_scatter, all_gather, other."""
@@ -285,6 +254,72 @@ class Engine(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
         return module_state_dict(self.module, self.zero)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As `state_dict`, with names prefixed, put into `destination`, frozen parameters left out. A collective.
+
+        Raises:
+            EngineError: `keep_vars`, for which there is nothing to keep: the values are copies.
+        """
+        if keep_vars:
+            raise EngineError("module_state_dict: keep_vars is not possible", "the values are copies; leave it out")
+        state = module_state_dict(self.module, self.zero)
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        found = destination if destination is not None else {}
+        found.update((prefix + k, v) for k, v in state.items() if not (exclude_frozen_parameters and k in frozen))
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load full values by name into parameters (master weights too) and buffers; rank 0's count. A collective.
+
+        Args:
+            checkpoint: as `state_dict` gives it; ranks other than 0 may pass an empty one.
+            custom_load_fn: called with src=checkpoint, dst=the model, whose parameters are full meanwhile.
+            fetch_z3_params: has no effect: sharded parameters are always gathered, a group at a time.
+
+        Raises:
+            EngineError: names or shapes do not fit; on every rank.
+        """
+        load_module_state_dict(self.module, self.zero, checkpoint, strict, custom_load_fn)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `load_module_state_dict`; returns nothing."""
+        return self.load_module_state_dict(state_dict, strict)
+
+    def compile(self, backend: str | None = None, compile_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
+        """Compile the model's forward with torch.compile; `more`, DeepSpeed's own passes, has no effect.
+
+        Raises:
+            EngineError: parameters come and go between uses, which compiled code would not see.
+        """
+        if self.zero.settings.plan.shards_params:
+            raise EngineError(
+                "compile: sharded parameters come and go inside the forward, which compiled code does not see",
+                "compile the blocks before initialize(), or use a plan that keeps parameters whole (ZeRO 2)",
+            )
+        options = {**(compile_kwargs or {}), **({"backend": backend} if backend else {})}
+        self.module.compile(**options)
+
+    @property
+    def is_compiled(self) -> bool:
+        """`compile` was called."""
+        return self.module._compiled_call_impl is not None
+
+    def empty_partition_cache(self) -> None:
+        """Free full values of sharded parameters that nobody holds."""
+        self.zero.holder.reset()
 
     def destroy(self) -> None:
         """Take every hook off the model. Sharded parameters stay sharded."""

@@ -274,7 +274,6 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, holder: ShardHolder, reducer: GradReducer) -> None:
         self.holder, self.reducer = holder, reducer
-        self.driven = False  # Engine.backward runs the backward and will call end_backward itself
         self._outer = -1  # autograd's number of the outermost backward under way; -1: none
         self._nested = False  # other backwards ran inside it
         holder.on_backward = reducer.on_gradient = self._note_backward
@@ -303,8 +302,11 @@ class ModelHooks:
     def _note_backward(self) -> None:
         now = torch._C._current_graph_task_id()
         if self._outer == -1:
+            window = self.reducer.window
+            if not window.driven:
+                window.on_plain_backward()
             self._outer = now
-            if not self.driven:
+            if not window.driven:
                 Variable._execution_engine.queue_callback(self.end_backward)
         elif now != self._outer:
             self._nested = True

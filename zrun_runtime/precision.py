@@ -35,7 +35,7 @@ class DtypePolicy:
         """Gradients are added up in fp32 wherever there is something to add up, unless grad_accum_dtype says otherwise:
         the sum of many small 16-bit numbers loses the small ones."""
         accum = config.grad_accum_dtype
-        if accum is None and config.accumulation_steps > 1:
+        if accum is None and (config.accumulation_steps > 1 or not config.managed_gradient_accumulation):
             accum = "fp32"
         reduce = config.communication_data_type
         return cls(

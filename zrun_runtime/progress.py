@@ -36,6 +36,7 @@ class Progress:
         self.world = world
         self.steps_per_print = steps_per_print
         self.total_steps: int | None = None
+        self.samples = 0  # of all ranks, so far
         self._last = time.monotonic()
         self._memory_said = 0.0
         self._peak = 0
@@ -53,6 +54,7 @@ class Progress:
 
     def step_done(self, report: StepReport) -> None:
         """Say what happened; cheap enough for every step."""
+        self.samples += report.samples
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         if now - self._memory_said >= _MEMORY_EVERY_SECONDS:

@@ -24,6 +24,7 @@ from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, view_like
 from zrun_runtime.layout import Layout
 from zrun_runtime.plan import StatePlan
+from zrun_runtime.window import Window
 
 _NORM_BLOCK = 32768
 IN_FLIGHT = 2  # reductions under way at a time: one that moves and one that waits for a slower peer
@@ -55,13 +56,12 @@ class GradReducer:
         plan: StatePlan,
         collectives: Collectives,
         wire_dtype: torch.dtype | None,  # None: the parameters' own
-        accum_dtype: torch.dtype | None,  # None: the parameters' own
+        window: Window,
     ) -> None:
         self.order = [GroupGrads(group) for group in groups]
         self.plan = plan
         self.collectives = collectives
-        self.wire_dtype, self.accum_dtype = wire_dtype, accum_dtype
-        self.at_boundary: Callable[[], bool] = lambda: True
+        self.wire_dtype, self.window = wire_dtype, window
         self.on_gradient: Callable[[], None] = lambda: None
         self.on_complete: Callable[[FlatGroup], None] = lambda group: None
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
@@ -86,7 +86,7 @@ class GradReducer:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return  # a custom Function gave none
-        self._write(grads, index, grad.detach())
+        self._write(grads, index, grad.detach(), self.window.weight)
         if index not in grads.arrived:
             grads.arrived.add(index)
             self.arrival.append(grads.group.spec.parameters[index])
@@ -96,10 +96,12 @@ class GradReducer:
                 self.on_complete(grads.group)
 
     def _reduces_now(self) -> bool:
-        return self.plan.reduces_each_backward or self.at_boundary()
+        if self.plan.reduces_each_backward:
+            return not self.window.held
+        return self.window.ends_with_this_backward
 
-    def _write(self, grads: GroupGrads, index: int, grad: Tensor) -> None:
-        group, share = grads.group, 1.0 / self.collectives.world.size
+    def _write(self, grads: GroupGrads, index: int, grad: Tensor, weight: float) -> None:
+        group, share = grads.group, weight / self.collectives.world.size
         if grad.layout is not torch.strided:
             raise ParameterError(
                 f"{group.spec.names[index]}: its gradient is sparse, and a flat shard has no place for that",
@@ -116,9 +118,9 @@ class GradReducer:
             grads.written.add(index)
 
     def _new_buffer(self, group: FlatGroup) -> Tensor:
-        buffer = torch.empty(
-            group.layout.padded_numel, dtype=self.accum_dtype or group.full.dtype, device=group.full.device
-        )
+        own = group.full.dtype
+        dtype = own if own is torch.float64 else self.window.dtype or own
+        buffer = torch.empty(group.layout.padded_numel, dtype=dtype, device=group.full.device)
         for start, stop in group.layout.gaps():
             buffer[start:stop].zero_()
         return buffer
@@ -164,7 +166,8 @@ class GradReducer:
             grads.reduced = out.to(wanted)
         elif grads.reduced is not out:
             grads.reduced.add_(out)
-        grads.square_sum = square_sum(self.own_slice(grads)) if self.at_boundary() else None  # while it is in the cache
+        # While it is in the cache:
+        grads.square_sum = square_sum(self.own_slice(grads)) if self.window.at_boundary else None
 
     def own_slice(self, grads: GroupGrads) -> Tensor:
         """The part of a reduced gradient that this rank counts into the norm."""
@@ -215,7 +218,7 @@ class GradReducer:
             grad = parameter.grad
             if grad is not None:
                 parameter.grad = None
-                self._write(grads, index, grad.detach())
+                self._write(grads, index, grad.detach(), 1.0)
 
     def _land_all(self) -> None:
         while self._flying:

@@ -23,6 +23,7 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
+from zrun_runtime.window import Window
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ZeroSettings:
     grouping: GroupingPolicy
     prefetch_numel: int
     wire_dtype: torch.dtype | None
-    accum_dtype: torch.dtype | None
+    window: Window
     clip: float  # L2 norm; 0: none
 
 
@@ -70,7 +71,7 @@ class ZeroModel:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
         self.groups = [self._build(spec) for spec in specs]
         self.where = self._index()
-        self._share_the_rest()
+        self.share_the_rest()
         self.holder = ShardHolder(units, self.groups, settings.prefetch_numel)
         self._attach(self._trained(self.groups, reverse=settings.plan.shards_params))
 
@@ -98,7 +99,7 @@ class ZeroModel:
     def _index(self) -> dict[int, tuple[FlatGroup, int]]:
         return {id(p): (group, i) for group in self.groups for i, p in enumerate(group.spec.parameters)}
 
-    def _share_the_rest(self) -> None:
+    def share_the_rest(self) -> None:
         """Give every rank rank 0's buffers and the parameters that no group holds."""
         grouped = {id(p) for group in self.groups for p in group.spec.parameters}
         for _, parameter in self.model.named_parameters():
@@ -110,8 +111,12 @@ class ZeroModel:
 
     def _attach(self, order: Sequence[FlatGroup]) -> None:
         settings = self.settings
-        self.reducer = GradReducer(order, settings.plan, self.collectives, settings.wire_dtype, settings.accum_dtype)
+        self.reducer = GradReducer(order, settings.plan, self.collectives, settings.wire_dtype, settings.window)
         self.hooks = ModelHooks(self.model, self.holder, self.reducer)
+
+    def agree(self, fine: bool) -> bool:
+        """Whether all ranks are fine. A collective."""
+        return bool(self.collectives.exchange(self._ticket, (float(fine),)).wait()[:, 0].all())
 
     # ---- a step
 

@@ -267,7 +267,6 @@ def test_the_short_names_of_stage_3_keys():
         ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),

@@ -61,6 +61,7 @@ def load_config(
         train_batch_size=batch.total,
         micro_batch_size=batch.micro,
         accumulation_steps=batch.steps,
+        managed_gradient_accumulation=document.managed_gradient_accumulation,
         gradient_clipping=document.gradient_clipping,
         steps_per_print=document.steps_per_print,
         precision=precision_of(document),

@@ -37,6 +37,7 @@ class Config:
     micro_batch_size: int
     accumulation_steps: int
     gradient_clipping: float  # L2 norm over the whole model; 0 turns it off
+    managed_gradient_accumulation: bool  # False: every step is an update
     steps_per_print: int | None  # None: never
     precision: Precision
     zero: ZeroConfig

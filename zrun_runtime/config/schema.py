@@ -121,9 +121,7 @@ class Document(Section):
     )
     dataloader_drop_last: bool = key(False, HONOURED, "the loader made by initialize() drops an incomplete last batch")
     managed_gradient_accumulation: bool = key(
-        True,
-        UNSUPPORTED,
-        "not supported yet: use set_gradient_accumulation_boundary() to decide when a step is applied",
+        True, HONOURED, "false: every step() is an update, however many backwards came before it"
     )
     optimizer: OptimizerSection | None = key(None, HONOURED, "")
     scheduler: SchedulerSection | None = key(None, HONOURED, "")

@@ -92,6 +92,9 @@ class ShardHolder:
     def hold(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups and keep them so until `release`."""
         self._holders.update(groups)
+        self._bring(groups)
+
+    def _bring(self, groups: Sequence[FlatGroup]) -> None:
         for group in groups:
             group.start_unshard()
         for group in groups:
@@ -100,19 +103,19 @@ class ShardHolder:
     def release(self, groups: Sequence[FlatGroup], reshard: bool = True) -> None:
         """Let go of groups that were held, and reshard those that nobody holds."""
         for group in groups:
-            self._holders[group] -= 1
-            if reshard and self._holders[group] <= 0 and group not in self._keep and not self._pinned[group]:
+            if self._holders[group]:  # 0 if everything was put away in between
+                self._holders[group] -= 1
+            if reshard and not self._holders[group] and not self._pinned[group] and group not in self._keep:
                 group.reshard()
 
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups until `unpin`, whatever forwards and backwards do in between."""
         self._pinned.update(groups)
-        self.hold(groups)
+        self._bring(groups)
 
     def unpin(self, groups: Sequence[FlatGroup]) -> None:
         """The user is done with them."""
         self._pinned.subtract(groups)
-        self.release(groups, reshard=False)
         for group in groups:
             if not self._holders[group] and not self._pinned[group]:
                 group.reshard(leave_aliases=True)

@@ -20,7 +20,11 @@ LEVELS = {
     "zrun": 0.0,  # the version
     "zrun.errors": 0.0,
     "zrun.events": 0.1,
-    "zrun.hostfile": 0.1,
+    "zrun.hostlist": 0.1,
+    "zrun.yamltext": 0.1,
+    "zrun.hostfile": 0.2,
+    "zrun.yamlhosts": 0.3,
+    "zrun.filters": 0.3,
     "zrun.hints": 0.1,
     "zrun.outputs": 0.1,
     "zrun.job": 1.0,

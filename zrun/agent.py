@@ -162,7 +162,8 @@ class Agent:
         elif returncode:
             words = last_words(worker.stderr_tail)
             hint = hint_for(-returncode, self._oom_kills)
-        self._outbox.put(events.WorkerExited(worker.rank, returncode, self._stopped, time.time(), words, hint))
+        at = worker.failed_at() if returncode else time.time()
+        self._outbox.put(events.WorkerExited(worker.rank, returncode, self._stopped, at, words, hint))
 
     def _on_commands(self) -> None:
         try:

@@ -125,7 +125,7 @@ class WorkerExited(Event):
     rank: int
     returncode: int  # as in subprocess: negative = killed by that signal
     stopped: bool
-    at: float  # seconds since the epoch, the agent's clock
+    at: float  # when it failed, else ended: seconds since the epoch, the agent's clock
     traceback: str = ""  # the last traceback on its stderr, else its last lines; empty if it exited with 0
     hint: str = ""  # what the agent can say about the reason (out of memory, full /dev/shm)
 

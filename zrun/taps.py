@@ -23,6 +23,8 @@ _CHUNK = 256 * 1024
 _TAIL = 64 * 1024  # bytes of the end of a stream that are kept for its last words
 _BURST = 20_000.0  # lines that may be shown at once; also of a short table that a script prints
 _RATE = 4_000.0  # lines a second that all streams of a host may go on with
+_TROUBLE = b"Traceback (most recent call last)"
+_ONE_TROUBLE = 1.0  # seconds in which several tracebacks are one, with its chain
 _DRAIN_LIMIT = 16 * 1024 * 1024  # bytes; more than a pipe holds comes from a child that still writes
 _EVENT_LIMIT = MAX_LINE_BYTES // 2  # bytes of a line; passed on it may become a little longer
 _EVENT_BURST, _EVENT_RATE = 5_000.0, 1_000.0
@@ -68,6 +70,7 @@ class OutputTap(Tap):
         self.stream = stream
         self.tail = b""
         self.left_out = False  # some lines are only in the file
+        self.trouble_at = 0.0  # when the last traceback began; seconds since the epoch
         self._spool = spool
         self._splitter = LineSplitter()
         self._allowance = Allowance(_BURST, max(100.0, _RATE / streams))
@@ -81,6 +84,8 @@ class OutputTap(Tap):
         if said:
             outbox.put(Notice(self.rank, "warning", said))
         self.tail = data[-_TAIL:] if len(data) >= _TAIL else (self.tail + data)[-_TAIL:]
+        if _TROUBLE in data and time.time() - self.trouble_at > _ONE_TROUBLE:
+            self.trouble_at = time.time()
         if outbox.crowded:
             self._allowance.close()
         if self._allowance.is_open(now):

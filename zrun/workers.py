@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import time
 from dataclasses import dataclass
 
 from zrun.environment import worker_environment
@@ -12,6 +13,7 @@ from zrun.job import JobSpec
 from zrun.spool import SpoolDirectory
 from zrun.taps import EventTap, OutputTap, Tap
 
+_SLOW_END_SECONDS = 30.0
 _PIPE_BYTES = 256 * 1024
 
 
@@ -46,8 +48,20 @@ class Worker:
     @property
     def stderr_tail(self) -> str:
         """The end of its stderr."""
-        tap = next(t for t in self.taps if isinstance(t, OutputTap) and t.stream == "stderr")
-        return tap.tail.decode("utf-8", "replace")
+        return self._stderr.tail.decode("utf-8", "replace")
+
+    def failed_at(self) -> float:
+        """When it failed, seconds since the epoch. Called when it has ended.
+
+        That is when its traceback came, if it has just come: a process may take long to end after that, longer than
+        others that fail because of it.
+        """
+        now, trouble = time.time(), self._stderr.trouble_at
+        return trouble if now - trouble < _SLOW_END_SECONDS else now
+
+    @property
+    def _stderr(self) -> OutputTap:
+        return next(tap for tap in self.taps if isinstance(tap, OutputTap) and tap.stream == "stderr")
 
 
 def start_worker(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[str, str], cores: int) -> Worker:

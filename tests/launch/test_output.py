@@ -198,6 +198,23 @@ def test_eight_ranks_that_fail_alike_give_one_traceback(tmp_path):
         assert [e["event"] for e in map(json.loads, run.out.splitlines())][-2:] == ["failure", "exit"]
 
 
+def test_the_cause_is_blamed_and_not_those_who_fail_because_of_it(tmp_path):
+    script = """
+        import atexit, os, pathlib, time
+        if os.environ["RANK"] == "1":
+            atexit.register(lambda: (pathlib.Path("gone").touch(), time.sleep(0.2)))
+            raise ValueError("the cause")
+        while not os.path.exists("gone"):
+            time.sleep(0.005)
+        raise RuntimeError("connection closed by peer")
+    """
+    with job(tmp_path, script, "--num_gpus", "3", "--json", *CPU) as run:
+        assert run.wait() == 1
+        (failure,) = of_kind(run, "failure")
+        assert failure["traceback"].endswith("ValueError: the cause")
+        assert failure["rank"] == 1
+
+
 def test_a_chain_of_exceptions_is_shown_whole(tmp_path):
     script = """
         def load():

@@ -1,0 +1,227 @@
+"""Where a host is reached, and how: its line in the hostfile, the options of zrun, ssh_config, in that order.
+
+paramiko reads ssh_config but leaves most of it to its user. What is not done here, though it would change who is
+reached or how, is an error that names it: a setting that is silently ignored is worse than none.
+"""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import paramiko
+
+from zrun.errors import UsageError
+from zrun.hostfile import Host
+
+_KEY_NAMES = ("id_ed25519", "id_ecdsa", "id_rsa")
+_MAX_INCLUDES = 16  # deep
+_SYSTEM_FILE = "/etc/ssh/ssh_config"
+_USER_FILE = "~/.ssh/config"
+# Keyword -> values that change nothing here. With any other value it is refused.
+_REFUSED: Mapping[str, tuple[str, ...]] = {
+    "bindaddress": (),
+    "bindinterface": ("none",),
+    "certificatefile": ("none",),
+    "identityagent": ("none", "ssh_auth_sock"),
+    "knownhostscommand": ("none",),
+    "pkcs11provider": ("none",),
+    "proxyusefdpass": ("no",),
+    "remotecommand": ("none",),
+    "requesttty": ("no", "auto"),
+    "securitykeyprovider": ("none", "internal"),
+    "sessiontype": ("default",),
+    "tunnel": ("no",),
+}
+_RESTRICTING = ("ciphers", "hostkeyalgorithms", "kexalgorithms", "macs", "pubkeyacceptedalgorithms")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.:%-]+\Z")  # of hosts and users: they go into a user's ProxyCommand
+_LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the user said about SSH for all hosts."""
+
+    port: int | None = None
+    config_file: str = ""  # empty: the user's and the system's
+    accept_new: bool = False  # unknown host keys are taken and kept
+    connect_timeout: float = 20.0  # seconds, for all of: name, TCP, keys, login
+    lease: float = 30.0  # seconds without an acknowledgement after which a connection is dead
+
+
+@dataclass(frozen=True)
+class Target:
+    """How one host is reached."""
+
+    name: str  # as the hostfile calls it
+    hostname: str  # where it is: a name or an address
+    port: int
+    user: str
+    known_as: str  # in known_hosts
+    known_hosts: tuple[str, ...]  # files; new keys go into the first one
+    identity_files: tuple[str, ...]
+    only_these: bool  # no other keys of the agent
+    use_agent: bool
+    proxy_command: str
+    proxy_jump: str  # hosts, separated by commas
+    family: str  # any, inet or inet6
+    strict_words: str  # what ssh_config says about unknown keys, for an error that mentions it
+
+    def command(self, python: str = "") -> str:
+        """What a person types to see the same."""
+        at = f"{self.user}@{self.name}"
+        words = ["ssh", "-p", str(self.port), at, *([python, "-V"] if python else ["true"])]
+        return shlex.join(words)
+
+    def __str__(self) -> str:
+        where = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return f"{self.user}@{where}:{self.port}"
+
+
+class SshConfig:
+    """ssh_config as `ssh` would read it.
+
+    Args:
+        file: in place of the user's and the system's, as `ssh -F`.
+
+    Raises:
+        UsageError: it cannot be read or understood.
+    """
+
+    def __init__(self, file: str = "") -> None:
+        self._file = file or _USER_FILE
+        paths = [file] if file else [os.path.expanduser(_USER_FILE), _SYSTEM_FILE]
+        if file and not os.path.isfile(file):
+            raise UsageError(f"--ssh_config {file}: there is no such file")
+        lines: list[str] = []
+        for path in paths:
+            if lines:
+                lines.append("Match all")  # whatever block the first file ended in
+            lines += _read(path, os.path.dirname(path), 0)
+        try:
+            self._config = paramiko.SSHConfig.from_text("\n".join(lines))
+        except paramiko.ConfigParseError as error:
+            raise UsageError(f"ssh_config ({self._file}): {error}") from None
+
+    def target(self, host: Host, options: SshOptions) -> Target:
+        """How `host` is reached.
+
+        Raises:
+            UsageError: a setting for it that cannot be honoured.
+        """
+        for word in (host.name, host.user):
+            if word and (not _SAFE_NAME.match(word) or word.startswith("-")):
+                raise UsageError(f"{word!r} cannot be the name of a host or user for SSH")
+        found = self._lookup(host.name)
+        self._refuse(host.name, found)
+        hostname = found.get("hostname", host.name)
+        user = host.user or found.get("user", "") or getpass.getuser()
+        port = host.port or options.port or self._port(host.name, found)
+        own_files = _paths(found.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2"))
+        all_files = _paths(found.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"))
+        jump = found.get("proxyjump", "none")
+        return Target(
+            name=host.name,
+            hostname=hostname,
+            port=port,
+            user=user,
+            known_as=found.get("hostkeyalias", hostname),
+            known_hosts=(*own_files, *all_files),
+            identity_files=_identities(found),
+            only_these=found.get("identitiesonly", "no").lower() in ("yes", "true"),
+            use_agent=found.get("identityagent", "").lower() != "none",
+            proxy_command=self._proxy_command(found, hostname, port, user),
+            proxy_jump="" if jump.lower() == "none" else jump,
+            family=found.get("addressfamily", "any").lower(),
+            strict_words=found.get("stricthostkeychecking", ""),
+        )
+
+    def _lookup(self, name: str) -> paramiko.SSHConfigDict:
+        try:
+            return self._config.lookup(name)
+        except ImportError:
+            raise UsageError(f"ssh_config for {name}: zrun cannot do `Match exec`", "write a Host block") from None
+        except (paramiko.SSHException, KeyError, ValueError) as error:
+            raise UsageError(f"ssh_config for {name}: {error}") from None
+
+    def _port(self, name: str, found: Mapping[str, str]) -> int:
+        text = found.get("port", "22")
+        if not text.isdecimal() or not 0 < int(text) < 65536:
+            raise UsageError(f"ssh_config for {name}: {text!r} is not a port")
+        return int(text)
+
+    def _refuse(self, name: str, found: Mapping[str, str]) -> None:
+        for word, harmless in _REFUSED.items():
+            value = found.get(word)
+            if value is not None and value.lower() not in harmless:
+                raise UsageError(
+                    f"ssh_config ({self._file}) for {name}: zrun cannot do {word} {value}",
+                    f"give --ssh_config a file without it; it may `Include {self._file}` after a Host {name} block",
+                )
+        for word in _RESTRICTING:
+            if not found.get(word, "+").startswith(("+", "^")):
+                raise UsageError(
+                    f"ssh_config ({self._file}) for {name}: zrun cannot restrict {word} to {found[word]}",
+                    "give --ssh_config a file without it",
+                )
+
+    def _proxy_command(self, found: Mapping[str, str], hostname: str, port: int, user: str) -> str:
+        """The user's command; paramiko has put in what it knows, but not the port that zrun was told."""
+        command = found.get("proxycommand") or ""
+        for token, value in (("%h", hostname), ("%p", str(port)), ("%r", user)):
+            command = command.replace(token, value)
+        return command
+
+
+def _identities(found: Mapping[str, object]) -> tuple[str, ...]:
+    named = found.get("identityfile")
+    if isinstance(named, list):
+        return tuple(os.path.expanduser(path) for path in named if path.lower() != "none")
+    return tuple(os.path.expanduser(f"~/.ssh/{name}") for name in _KEY_NAMES)
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(os.path.expanduser(path) for path in text.split() if path.lower() != "none")
+
+
+def _read(path: str, base: str, depth: int) -> list[str]:
+    """The lines of a file, with what it includes in place."""
+    if depth > _MAX_INCLUDES:
+        raise UsageError(f"{path}: files include each other more than {_MAX_INCLUDES} deep")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UsageError(f"ssh_config {path} cannot be read: {error.strerror}") from None
+    lines: list[str] = []
+    block = ""
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        word = match["word"].lower() if match else ""
+        if word in ("host", "match"):
+            block = line
+        if match is None or word != "include":
+            lines.append(line)
+            continue
+        for included in _included(match["rest"], base):
+            inner = _read(included, base, depth + 1)
+            if block and any(m["word"].lower() in ("host", "match") for m in map(_LINE.match, inner) if m):
+                raise UsageError(f"{path}: zrun cannot include {included}, which has blocks, inside of a block")
+            lines += [*inner, block or "Match all"]
+    return lines
+
+
+def _included(text: str, base: str) -> list[str]:
+    try:
+        patterns = shlex.split(text)
+    except ValueError:
+        raise UsageError(f"ssh_config: Include {text}: an open quote") from None
+    places = [os.path.join(base, os.path.expanduser(pattern)) for pattern in patterns]
+    return [path for place in places for path in sorted(glob.glob(place))]

@@ -92,13 +92,7 @@ class ShardHolder:
     def hold(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups and keep them so until `release`."""
         self._holders.update(groups)
-        self._bring(groups)
-
-    def _bring(self, groups: Sequence[FlatGroup]) -> None:
-        for group in groups:
-            group.start_unshard()
-        for group in groups:
-            group.unshard()
+        _bring(groups)
 
     def release(self, groups: Sequence[FlatGroup], reshard: bool = True) -> None:
         """Let go of groups that were held, and reshard those that nobody holds."""
@@ -111,7 +105,7 @@ class ShardHolder:
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups until `unpin`, whatever forwards and backwards do in between."""
         self._pinned.update(groups)
-        self._bring(groups)
+        _bring(groups)
 
     def unpin(self, groups: Sequence[FlatGroup]) -> None:
         """The user is done with them."""
@@ -332,6 +326,14 @@ class ModelHooks:
             handle.remove()
         self.holder.remove()
         self.reducer.remove()
+
+
+def _bring(groups: Sequence[FlatGroup]) -> None:
+    """Unshard groups; all are on their way before the first is waited for."""
+    for group in groups:
+        group.start_unshard()
+    for group in groups:
+        group.unshard()
 
 
 def _needs_weights_in_backward(module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from zrun.outputs import last_traceback, last_words
 from zrun.processes import Ending, JobProcesses, Mark, adopt_orphans
 from zrun.spool import SpoolDirectory
 from zrun.taps import Tap, drain
+from zrun.wire import QUESTION
 from zrun.workers import Worker, start_worker
 
 _IDLE_SECONDS = 0.5  # between looks at the clock
@@ -302,6 +303,11 @@ def main() -> None:
     line, begun = _read_spec()
     if not line:
         return
+    if line.startswith(QUESTION):
+        from zrun.probe import serve  # here: no job has to wait for what only questions need
+
+        serve(line, begun)
+        return
     try:
         spec = JobSpec.from_line(line)
     except ProtocolError as error:
@@ -312,7 +318,8 @@ def main() -> None:
         os._exit(_serve(spec, begun))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(null, 1)  # the agent's end must be the only one, so that its death is seen
+    for ours in (1, 2):
+        os.dup2(null, ours)  # the agent's ends must be the only ones, so that its death is seen
     os._exit(watch(agent, spec))
 
 

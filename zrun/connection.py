@@ -24,6 +24,33 @@ class Closed:
     error: ZrunError | None
 
 
+def greet(link: Link) -> str:
+    """Waits for the agent's greeting, throws away what a login shell says before it.
+
+    Returns:
+        the version of its zrun.
+
+    Raises:
+        HostLostError: it did not start, or speaks another protocol.
+    """
+    left = MAX_NOISE_BYTES
+    while left > 0:
+        line = link.receive(left)
+        if not line:
+            raise HostLostError("its agent did not start")
+        left -= len(line)
+        words = line.split()
+        if len(words) == 3 and words[0] == b"zrun-agent":
+            spoken, version = (word.decode("ascii", "replace") for word in words[1:])
+            if spoken != str(PROTOCOL):
+                raise HostLostError(
+                    f"its agent is of zrun {version} and speaks protocol {spoken}, not {PROTOCOL}",
+                    "install the same version of zrun on all hosts",
+                )
+            return version
+    raise ProtocolError(f"{MAX_NOISE_BYTES} bytes came before the agent's greeting", "is it a shell that prints a lot?")
+
+
 class Connection:
     """A host, from the start of its agent to its end.
 
@@ -93,31 +120,11 @@ class Connection:
         self._link = link = self._transport.start(self._host)
         if not self._cancelled:
             link.send(self.spec.to_line())
-            self._greet(link)
+            greet(link)
+            self.greeted = True
         with self._lock:
             self._told = True
             return None if self._cancelled else link
-
-    def _greet(self, link: Link) -> None:
-        left = MAX_NOISE_BYTES
-        while left > 0:
-            line = link.receive(left)
-            if not line:
-                raise HostLostError("its agent did not start")
-            left -= len(line)
-            words = line.split()
-            if len(words) == 3 and words[0] == b"zrun-agent":
-                spoken, version = (word.decode("ascii", "replace") for word in words[1:])
-                if spoken != str(PROTOCOL):
-                    raise HostLostError(
-                        f"its agent is of zrun {version} and speaks protocol {spoken}, not {PROTOCOL}",
-                        "install the same version of zrun on all hosts",
-                    )
-                self.greeted = True
-                return
-        raise ProtocolError(
-            f"{MAX_NOISE_BYTES} bytes came before the agent's greeting", "is it a shell that prints a lot?"
-        )
 
     def _listen(self, link: Link) -> None:
         while line := link.receive(MAX_LINE_BYTES + 1):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any
 
-from zrun.errors import ProtocolError
+from zrun.wire import from_line, to_line
 
 MAX_SPEC_BYTES = 16 * 1024 * 1024
 
@@ -39,7 +36,7 @@ class JobSpec:
 
     def to_line(self) -> bytes:
         """The spec as one JSON line. Undecodable bytes in arguments survive (surrogate escapes)."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode("ascii") + b"\n"
+        return to_line(self)
 
     @classmethod
     def from_line(cls, line: bytes) -> JobSpec:
@@ -48,34 +45,7 @@ class JobSpec:
         Raises:
             ProtocolError: not a job spec, a field missing or of the wrong type.
         """
-        try:
-            data = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the job is not JSON: {error}") from None
-        if not isinstance(data, dict):
-            raise ProtocolError("the job is not a JSON object")
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name not in data:
-                if field.default is dataclasses.MISSING:
-                    raise ProtocolError(f"the job lacks the field {field.name!r}")
-                continue
-            values[field.name] = _checked(field.name, str(field.type), data[field.name])
-        return cls(**values)
-
-
-def _checked(name: str, declared: str, value: Any) -> Any:
-    if declared == "str" and isinstance(value, str):
-        return value
-    if declared == "int" and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if declared == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if declared.startswith("tuple") and isinstance(value, list) and all(isinstance(x, str) for x in value):
-        return tuple(value)
-    if declared.startswith("dict") and isinstance(value, dict) and all(isinstance(x, str) for x in value.values()):
-        return value
-    raise ProtocolError(f"the job's field {name!r} is not a valid {declared}")
+        return from_line(cls, line, "the job")
 
 
 @dataclass(frozen=True)

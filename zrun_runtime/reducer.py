@@ -27,7 +27,9 @@ from zrun_runtime.plan import StatePlan
 from zrun_runtime.window import Window
 
 _NORM_BLOCK = 32768
-IN_FLIGHT = 2  # reductions under way at a time: one that moves and one that waits for a slower peer
+# Reductions under way at a time. Two: one that moves and one that waits for a slower peer. Where parameters come and go
+# a group is a block, its gradients take as much as its weights, and memory is why one shards: one.
+IN_FLIGHT, IN_FLIGHT_SHARDED = 2, 1
 
 
 class GroupGrads:
@@ -143,7 +145,7 @@ class GradReducer:
         grads.written.clear()
         if self.wire_dtype is not None and full.dtype is not self.wire_dtype:
             full = full.to(self.wire_dtype)
-        while len(self._flying) >= IN_FLIGHT:
+        while len(self._flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
             self._land()
         accumulate = grads.reduced is not None
         if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:

@@ -33,10 +33,13 @@ LEVELS = {
     "zrun.devices": 1.0,
     "zrun.ports": 1.0,
     "zrun.signals": 1.0,
-    "zrun.settings": 1.1,
+    "zrun.slurm": 1.0,
+    "zrun.machine": 1.0,
     "zrun.topology": 1.1,
     "zrun.environment": 1.1,
-    "zrun.prepare": 1.2,
+    "zrun.settings": 1.2,
+    "zrun.hosts": 1.3,
+    "zrun.prepare": 1.4,
     "zrun.transport": 2.0,
     "zrun.channel": 2.0,
     "zrun.processes": 2.0,
@@ -79,6 +82,8 @@ LEVELS = {
     "zrun_runtime.regroup": 4.0,
     "zrun_runtime.zero_model": 4.1,
     "zrun_runtime.consolidate": 4.2,
+    "zrun_runtime.early": 4.0,
+    "zrun_runtime.leaves": 4.0,
     "zrun_runtime.answers": 4.8,
     "zrun_runtime.accumulation": 4.9,
     "zrun_runtime.engine": 5.0,
@@ -94,6 +99,8 @@ SIDEWAYS: dict[tuple[str, str], str] = {}
 
 # (module, beginning of what it imports inside a function) -> why not at the top.
 LATE_IMPORTS = {
+    ("zrun.hosts", "zrun.yamlhosts"): "only a YAML hostfile pays for loading a YAML library",
+    ("zrun.settings", "zrun.yamltext"): "only a profile pays for loading a YAML library",
     ("zrun.console", "zrun.console.live"): "only a terminal pays for loading rich",
     ("zrun.cli", "importlib.metadata.entry_points"): "only a word that is no file pays for looking up commands",
 }
@@ -106,6 +113,8 @@ STAGE_HOMES = ["zrun_runtime.config", "zrun_runtime.plan"]
 STAGE_NAMES = {
     "zrun_runtime.build:_settings": "where the config's number becomes the plan",
     "zrun_runtime.build:_announce": "the number is shown to a person",
+    "zrun_runtime.zero.estimate": "names of the field",
+    "zrun_runtime.zero": "names of the field",
     "zrun_runtime.commands.smoke": "writes configs, as any program that uses the runtime does",
     "zrun_runtime.answers:EngineAnswers.zero_optimization_stage": "a method of the field, which scripts ask",
 }

@@ -73,8 +73,24 @@ def _count_gpus() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
+def choose_kind(device: str, backend: str, gpus_there: bool) -> tuple[str, str]:
+    """Device and backend of a job.
+
+    Args:
+        device: auto, cpu or cuda. backend: auto, gloo or nccl.
+
+    Raises:
+        UsageError: they do not go together.
+    """
+    if device == "cpu" and backend == "nccl":
+        raise UsageError("--device cpu and --backend nccl do not go together: nccl moves data between GPUs", "use gloo")
+    if device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and gpus_there):
+        return "cuda", "gloo" if backend == "gloo" else "nccl"
+    return "cpu", "gloo"
+
+
 def choose(device: str, backend: str, wanted: int | None, gpus: Gpus) -> Choice:
-    """What to train on.
+    """What to train on, on this machine alone.
 
     Args:
         device: auto, cpu or cuda. backend: auto, gloo or nccl.
@@ -83,13 +99,11 @@ def choose(device: str, backend: str, wanted: int | None, gpus: Gpus) -> Choice:
     Raises:
         UsageError: what was asked for is not there, or does not go together.
     """
-    if device == "cpu" and backend == "nccl":
-        raise UsageError("--device cpu and --backend nccl do not go together: nccl moves data between GPUs", "use gloo")
-    on_gpu = device == "cuda" or backend == "nccl" or (device == "auto" and backend == "auto" and bool(gpus.visible))
-    if not on_gpu:
+    kind = choose_kind(device, backend, bool(gpus.visible))
+    if kind[0] == "cpu":
         no_gpu = device == "auto" and backend == "auto"
         remark = f"no GPU to use ({gpus.found}): the device is the CPU, the backend gloo" if no_gpu else ""
-        return Choice("cpu", "gloo", wanted or 1, (), remark)
+        return Choice(*kind, wanted or 1, (), remark)
     if not gpus.visible:
         asked = "--device cuda" if device == "cuda" else "--backend nccl"
         raise UsageError(f"{asked} needs a GPU and there is none: {gpus.found}", "use --backend gloo to run on the CPU")
@@ -99,7 +113,7 @@ def choose(device: str, backend: str, wanted: int | None, gpus: Gpus) -> Choice:
             f"--num_gpus {slots} is more than there are: {gpus.found}",
             f"ask for at most {len(gpus.visible)}, or use --device cpu",
         )
-    return Choice("cuda", "gloo" if backend == "gloo" else "nccl", slots, gpus.visible[:slots])
+    return Choice(*kind, slots, gpus.visible[:slots])
 
 
 def usable_cores() -> int:

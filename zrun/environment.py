@@ -1,9 +1,9 @@
-"""What each worker's environment holds, and where it comes from: --env, --env_file. Pure."""
+"""What each worker's environment holds: what zrun says, --env, --env_file, what travels to other hosts. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from zrun.errors import UsageError
 from zrun.job import JobSpec
@@ -29,6 +29,39 @@ RESERVED = frozenset(
         "ZRUN_EVENT_FD",
     )
 )
+# What begins so goes from the launcher's environment to the workers of other hosts.
+TRAVELLING_PREFIXES = (
+    "ACCELERATE_",
+    "COMET_",
+    "CUBLAS",
+    "CUDA",
+    "CUDNN",
+    "DATASETS_",
+    "DEEPSPEED_",
+    "DS_",
+    "FI_",
+    "GLOO",
+    "HF_",
+    "HUGGINGFACE_",
+    "KMP_",
+    "MKL_",
+    "MLFLOW",
+    "MV2",
+    "NCCL",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP",
+    "PYTHON",
+    "PYTORCH_",
+    "TENSORBOARD",
+    "TOKENIZERS_",
+    "TORCH",
+    "TRANSFORMERS",
+    "TRITON",
+    "UCX",
+    "WANDB",
+)
+# Though they begin so: they speak of this machine, or of a job that this one runs inside of.
+STAYING = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW(OR)?D|CREDENTIAL", re.IGNORECASE)
 _LINE = re.compile(r"\s*(?:export\s+)?(?P<name>[^=\s]+)\s*=[ \t]*(?P<rest>.*)", re.DOTALL)
@@ -73,6 +106,15 @@ def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], 
     return environment
 
 
+def travelling(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of the launcher's environment goes to other hosts."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(TRAVELLING_PREFIXES) and not name.startswith(STAYING)
+    }
+
+
 def read_assignment(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """`NAME=VALUE`, or `NAME` with the value it has in `environ`.
 
@@ -88,10 +130,15 @@ def read_assignment(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return name, environ[name]
 
 
-def check_name(name: str, where: str) -> None:
-    """Raises UsageError unless `name` is a variable that the user may set."""
+def check_spelling(name: str, where: str) -> None:
+    """Raises UsageError unless `name` can be that of a variable."""
     if not _NAME.match(name):
         raise UsageError(f"{where}: {name!r} is not a name of an environment variable", "write NAME=VALUE")
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises UsageError unless `name` is a variable that the user may set."""
+    check_spelling(name, where)
     if name in RESERVED:
         hint = {"MASTER_ADDR": "use --master_addr", "MASTER_PORT": "use --master_port"}.get(name, "leave it out")
         raise UsageError(f"{where}: zrun sets {name} itself, for each rank", hint)
@@ -102,12 +149,16 @@ def looks_secret(name: str) -> bool:
     return bool(_SECRET.search(name))
 
 
-def parse_env_file(text: str, name: str) -> dict[str, str]:
+def parse_env_file(text: str, name: str, check: Callable[[str, str], None] = check_name) -> dict[str, str]:
     """The variables of an environment file.
 
     One `NAME=VALUE` a line, `export` before it allowed; blank lines and lines that begin with `#` mean nothing. A value
     in single quotes is taken as it is, in double quotes `\\n \\r \\t \\\\ \\" \\$` are escapes; both may span lines. A
     bare value ends at ` #` or the end of the line. A name given twice has its last value.
+
+    Args:
+        name: of the file, for errors.
+        check: raises UsageError for a name that may not be set; gets the name and file:line.
 
     Raises:
         UsageError: naming file and line.
@@ -124,7 +175,7 @@ def parse_env_file(text: str, name: str) -> dict[str, str]:
         match = _LINE.match(line)
         if match is None:
             raise UsageError(f"{where}: {line.strip()!r} is not NAME=VALUE")
-        check_name(match["name"], where)
+        check(match["name"], where)
         value = match["rest"]
         if value[:1] in ("'", '"'):
             while (quoted := _unquote(value)) is None and at < len(lines):

@@ -10,14 +10,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zrun.devices import Choice, Gpus, choose, find_gpus
-from zrun.environment import looks_secret, parse_env_file, read_assignment
+from zrun.devices import Gpus, choose, choose_kind, find_gpus
+from zrun.environment import RESERVED, check_spelling, looks_secret, parse_env_file, read_assignment, travelling
 from zrun.errors import UsageError
+from zrun.filters import Limits, limit_hosts
 from zrun.hostfile import Host
+from zrun.hosts import find_hosts
 from zrun.job import JobSpec, JobView
+from zrun.machine import ThisMachine
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
 from zrun.settings import LOCAL_RANK_STYLES, LaunchConfig
-from zrun.topology import RankAssignment, assign_ranks, used_hosts
+from zrun.topology import RankAssignment, assign_ranks, give_devices, used_hosts
 
 SMOKE_MODULE = "zrun_runtime.commands.smoke"
 _HOSTFILE_LINE = re.compile(rb"^[^\s#]\S*\s+slots\s*=\s*\d+", re.MULTILINE)
@@ -34,6 +37,8 @@ class Job:
     ranks: tuple[RankAssignment, ...]
     remarks: tuple[tuple[str, str], ...]  # level and sentence
     port: ClaimedPort
+    here: tuple[bool, ...] = ()  # one a host: whether it is this machine, and needs no SSH
+    device_is_guessed: bool = False  # from this machine: nobody asked for one, and nobody has looked at the other hosts
 
 
 @dataclass(frozen=True)
@@ -48,50 +53,50 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
 
     Args:
         environ: the launcher's own environment.
-        hosts: where to run; none for this machine, with a slot for each device.
+        hosts: where to run; none for those that `config` leads to.
 
     Raises:
         UsageError: a file, device or port is not there, or cannot be used.
     """
     remarks: list[tuple[str, str]] = []
-    environment = _read_environment(config, environ, remarks)
+    environment = _read_environment(config, environ, cwd, remarks)
     merged = {**environ, **environment}
     command = _command(config, merged, cwd)
-    choice = _choose(config, merged)
-    if choice.remark:
-        remarks.append(("info", choice.remark))
-    hosts = used_hosts(hosts or [Host("localhost", choice.slots, choice.devices)])
-    ranks = assign_ranks(hosts)
+    places = _place(config, merged, cwd, hosts, remarks)
+    ranks = assign_ranks(places.hosts)
     port = claim_port(config.master_port) if config.master_port is not None else claim_free_port()
     first = JobSpec(
         job_id=_new_id(),
-        host=hosts[0].name,
+        host=places.hosts[0].name,
         node_rank=0,
-        node_count=len(hosts),
+        node_count=len(places.hosts),
         world_size=len(ranks),
         first_rank=0,
-        local_world_size=hosts[0].slots,
-        master_addr=config.master_addr or "127.0.0.1",
+        local_world_size=places.hosts[0].slots,
+        master_addr=config.master_addr or places.master_addr,
         master_port=port.number,
-        device=choice.device,
-        backend=choice.backend,
+        device=places.device,
+        backend=places.backend,
         command=command.argv,
         cwd=cwd,
         environment=environment,
-        devices=hosts[0].devices,
+        devices=places.hosts[0].devices,
         local_rank_arg=LOCAL_RANK_STYLES[config.local_rank_arg],
         local_rank_at=command.script_at,
         grace=config.grace,
         lease=config.lease,
         log_dir=os.path.join(cwd, config.log_dir) if config.log_dir else "",
     )
-    return Job(_view(first, hosts, command, config), hosts, _share(first, hosts), ranks, tuple(remarks), port)
+    specs = _share(first, places, {**travelling(environ), **environment})
+    view = _view(first, places.hosts, command, config)
+    return Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here, places.device_is_guessed)
 
 
-def _share(first: JobSpec, hosts: Sequence[Host]) -> tuple[JobSpec, ...]:
-    """The spec of each host, from that of the first."""
+def _share(first: JobSpec, places: _Places, elsewhere: dict[str, str]) -> tuple[JobSpec, ...]:
+    """The spec of each host, from that of the first. `elsewhere`: the environment of those that are not here."""
     specs, rank = [], 0
-    for node_rank, host in enumerate(hosts):
+    for node_rank, (host, here) in enumerate(zip(places.hosts, places.here, strict=True)):
+        of_python = first.command[0] == sys.executable
         spec = dataclasses.replace(
             first,
             host=host.name,
@@ -99,6 +104,8 @@ def _share(first: JobSpec, hosts: Sequence[Host]) -> tuple[JobSpec, ...]:
             first_rank=rank,
             local_world_size=host.slots,
             devices=host.devices,
+            command=(host.python, *first.command[1:]) if host.python and of_python else first.command,
+            environment=first.environment if here else elsewhere,
         )
         specs.append(spec)
         rank += host.slots
@@ -120,28 +127,79 @@ def _view(spec: JobSpec, hosts: Sequence[Host], command: _Command, config: Launc
     )
 
 
-def _choose(config: LaunchConfig, environ: Mapping[str, str]) -> Choice:
-    on_gpu = config.device == "cuda" or (config.device == "auto" and config.backend != "gloo")
-    gpus = find_gpus(environ) if on_gpu else Gpus((), "not looked for")
-    return choose(config.device, config.backend, config.num_gpus, gpus)
+# ---- hosts and devices ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the workers run, and on what."""
+
+    hosts: tuple[Host, ...]  # all have slots, and devices if the job runs on GPUs
+    here: tuple[bool, ...]  # of each host, whether it is this machine
+    device: str
+    backend: str
+    device_is_guessed: bool
+
+    @property
+    def master_addr(self) -> str:
+        """By which the workers reach rank 0, as far as that can be known before its host was reached."""
+        first = self.hosts[0]
+        return first.addr or ("127.0.0.1" if len(self.hosts) == 1 or all(self.here) else first.name)
+
+
+def _place(
+    config: LaunchConfig,
+    environ: Mapping[str, str],
+    cwd: str,
+    hosts: Sequence[Host],
+    remarks: list[tuple[str, str]],
+) -> _Places:
+    """Finds the hosts, unless some are given, and decides what they train on."""
+    machine = ThisMachine.look()
+    gpus = find_gpus(environ) if config.may_use_gpus else Gpus((), "not looked for")
+    if not hosts:
+        found = find_hosts(config, environ, cwd, machine)
+        hosts = found.hosts
+        remarks += found.remarks
+    if hosts:
+        device, backend = choose_kind(config.device, config.backend, bool(gpus.visible))
+    else:
+        choice = choose(config.device, config.backend, config.num_gpus, gpus)
+        device, backend = choice.device, choice.backend
+        if choice.remark:
+            remarks.append(("info", choice.remark))
+        hosts = limit_hosts([Host("localhost", choice.slots)], Limits(config.include, config.exclude))
+    hosts = used_hosts(hosts)
+    here = tuple(machine.is_host(host) for host in hosts)
+    if device == "cuda":
+        hosts = give_devices(hosts, here, gpus.visible)
+        _remark_visible(environ.get("CUDA_VISIBLE_DEVICES"), config, here, remarks)
+    guessed = config.device == "auto" and config.backend == "auto" and not all(here)
+    return _Places(hosts, here, device, backend, guessed)
+
+
+def _remark_visible(
+    named: str | None, config: LaunchConfig, here: Sequence[bool], remarks: list[tuple[str, str]]
+) -> None:
+    """Says what CUDA_VISIBLE_DEVICES means where somebody may expect something else."""
+    if named is None:
+        return
+    if any(here) and (config.include or config.exclude or config.num_gpus or config.hostfile):
+        remarks.append(("warning", f"CUDA_VISIBLE_DEVICES={named} holds: slot 0 of this machine is its first device"))
+    if not all(here):
+        remarks.append(("warning", f"CUDA_VISIBLE_DEVICES={named} holds on this machine only; see --include"))
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------
 
 
 def _read_environment(
-    config: LaunchConfig, environ: Mapping[str, str], remarks: list[tuple[str, str]]
+    config: LaunchConfig, environ: Mapping[str, str], cwd: str, remarks: list[tuple[str, str]]
 ) -> dict[str, str]:
-    """What --env_file and --env say; the latter wins."""
-    found: dict[str, str] = {}
+    """What .deepspeed_env, --env_file and --env say; the latter win."""
+    found = _read_deepspeed_env(environ, cwd, remarks)
     for name in config.env_file:
-        try:
-            with open(name, encoding="utf-8-sig") as file:
-                found.update(parse_env_file(file.read(), name))
-        except OSError as error:
-            raise UsageError(f"--env_file {name}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--env_file {name}: not UTF-8 text (byte {error.start})") from None
+        found.update(parse_env_file(_read_text(os.path.join(cwd, name), f"--env_file {name}"), name))
     for text in config.env:
         name, value = read_assignment(text, environ)
         found[name] = value
@@ -154,6 +212,34 @@ def _read_environment(
                 )
             )
     return found
+
+
+def _read_deepspeed_env(environ: Mapping[str, str], cwd: str, remarks: list[tuple[str, str]]) -> dict[str, str]:
+    """What the file says that is read without being named: first that in the home directory, then the one here."""
+    name = os.path.expanduser(environ.get("DS_ENV_FILE") or ".deepspeed_env")
+    paths = [os.path.join(directory, name) for directory in (os.path.expanduser("~"), cwd)]
+    files = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]
+    if environ.get("DS_ENV_FILE") and not files:
+        remarks.append(("warning", f"DS_ENV_FILE={environ['DS_ENV_FILE']}: there is no such file"))
+    found: dict[str, str] = {}
+    for path in files:
+        values = parse_env_file(_read_text(path, path), path, check_spelling)
+        remarks.append(("info", f"{path} sets {', '.join(values) or 'nothing'}"))
+        for reserved in RESERVED.intersection(values):
+            del values[reserved]
+            remarks.append(("warning", f"{path}: {reserved} is left out, zrun sets it itself for each rank"))
+        found.update(values)
+    return found
+
+
+def _read_text(path: str, name: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: not UTF-8 text (byte {error.start})") from None
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,11 @@ class LaunchConfig:
 
     script: str = ""  # empty: the built-in smoke job
     script_args: tuple[str, ...] = ()
-    num_gpus: int | None = None  # None: one a GPU, or one on the CPU
+    hostfile: str = ""  # empty: the default one, a Slurm allocation, or this machine
+    include: str = ""  # hosts and slots, zrun.filters
+    exclude: str = ""
+    num_nodes: int | None = None  # None: all
+    num_gpus: int | None = None  # a host. None: all slots; of this machine: one a GPU, or one on the CPU
     backend: str = "auto"  # auto, nccl or gloo
     device: str = "auto"  # auto, cpu or cuda
     master_addr: str = ""  # empty: chosen
@@ -47,3 +51,8 @@ class LaunchConfig:
         if self.local_rank_arg not in LOCAL_RANK_STYLES:
             styles = ", ".join(LOCAL_RANK_STYLES)
             raise UsageError(f"--local_rank_arg {self.local_rank_arg}: not one of {styles}", "`_` is the usual one")
+
+    @property
+    def may_use_gpus(self) -> bool:
+        """Whether GPUs are asked for, or taken if they are there."""
+        return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")

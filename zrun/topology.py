@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zrun.errors import UsageError
 from zrun.hostfile import Host
@@ -47,6 +47,32 @@ def used_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
     if not used:
         raise UsageError("no host has a slot, so there is nothing to start", "give at least one host slots=1 or more")
     return used
+
+
+def give_devices(hosts: Sequence[Host], here: Sequence[bool], visible: Sequence[str]) -> tuple[Host, ...]:
+    """The hosts with a device for each slot. Slot N is device N; of this machine, the one in place N of `visible`.
+
+    Args:
+        here: of each host, whether it is this machine.
+        visible: entries for CUDA_VISIBLE_DEVICES that this machine has to offer.
+
+    Raises:
+        UsageError: this machine has fewer than it has slots.
+    """
+    given = []
+    for host, is_here in zip(hosts, here, strict=True):
+        slots = host.slot_numbers
+        missing = [slot for slot in slots if is_here and slot >= len(visible)]
+        if missing:
+            where = f" ({host.where})" if host.where else ""
+            raise UsageError(
+                f"{host.name}{where} is this machine, and there is no GPU for its slot {missing[0]}: "
+                f"it has {len(visible)} to offer",
+                "say fewer slots, or use --device cpu; CUDA_VISIBLE_DEVICES counts too",
+            )
+        devices = tuple(visible[slot] if is_here else str(slot) for slot in slots)
+        given.append(replace(host, devices=devices))
+    return tuple(given)
 
 
 def rank_table(ranks: Sequence[RankAssignment]) -> str:

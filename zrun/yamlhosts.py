@@ -9,20 +9,13 @@ hosts:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from zrun.errors import UsageError
 from zrun.hostfile import Host, Hostfile, Notes, Value, finish, make_hosts, read_names
 from zrun.yamltext import Item, parse_yaml
 
-_LOOKS_SO = re.compile(r"\ufeff?(\s*(#.*)?\n)*(---|hosts\s*:)")
 _HINT = "write hosts: and below it a line like worker-1: 8 for each host"
-
-
-def looks_like_yaml(text: str, name: str) -> bool:
-    """Whether a hostfile is one of this kind, by its name or its first line."""
-    return name.endswith((".yaml", ".yml")) or bool(_LOOKS_SO.match(text))
 
 
 def parse_yaml_hostfile(text: str, name: str) -> Hostfile:

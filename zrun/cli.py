@@ -14,10 +14,12 @@ import click
 import zrun
 from zrun.console import make_console
 from zrun.errors import UsageError, ZrunError
-from zrun.prepare import prepare
-from zrun.settings import LaunchConfig
+from zrun.hosts import DEFAULT_HOSTFILE
+from zrun.prepare import Job, prepare
+from zrun.settings import LaunchConfig, read_defaults, settings_table
 from zrun.supervisor import Supervisor
 from zrun.topology import rank_table
+from zrun.transport.base import Transport
 from zrun.transport.local import LocalTransport
 
 ENTRY_POINTS = "zrun.commands"
@@ -28,6 +30,7 @@ Examples:
   zrun train.py --config ds.json              one worker a GPU, or one on the CPU
   zrun --num_gpus 2 --backend gloo train.py   two workers on the CPU
   zrun --env WANDB_API_KEY --log_dir logs train.py
+  zrun --hostfile hosts --num_nodes 2 train.py    the first two machines of a hostfile
   zrun --module my_package.train --epochs 3
   zrun --num_gpus 2 --backend gloo            the built-in smoke job
   zrun run -- plan                            the script `plan`, not the command
@@ -49,12 +52,24 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     },
 )
 @click.option(
+    "--hostfile",
+    "-H",
+    default="",
+    metavar="FILE",
+    help=f"The machines, `NAME slots=N` a line. Default: {DEFAULT_HOSTFILE}, a Slurm allocation, or this machine.",
+)
+@click.option(
+    "--include", "-i", default="", metavar="SPEC", help="Only these hosts and slots: host-[1-4]@host-7:0,2-3."
+)
+@click.option("--exclude", "-e", default="", metavar="SPEC", help="Not these hosts and slots.")
+@click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Only the first N hosts.")
+@click.option(
     "--num_gpus",
     "--num_accelerators",
     "--nproc_per_node",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Workers to start. Default: one a visible GPU, without a GPU one.",
+    help="Workers on each host. Default: its slots; here one a visible GPU, without a GPU one.",
 )
 @click.option(
     "--backend",
@@ -102,23 +117,58 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     metavar="SECONDS",
     help="Without a sign of life from zrun for this long, a host ends its workers.",
 )
+@click.option(
+    "--profile",
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, path: _take_defaults(context, path),
+    help="Options as `name: value` lines of YAML. The command line and ZRUN_<OPTION> variables win over it.",
+)
+@click.option("--show_settings", is_flag=True, help="Print each option and where it was said, and start nothing.")
 @click.option("--dry_run", is_flag=True, help="Print what would run where, and start nothing.")
 @click.option("--plain", is_flag=True, help="Plain lines, also on a terminal.")
 @click.option("--json", is_flag=True, help="Events on stdout, one JSON object a line.")
 @click.option("--verbose", "-v", is_flag=True, help="Also tell the life of each worker.")
 @click.version_option(zrun.__version__, prog_name="zrun", message="%(prog)s %(version)s")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
-def launch(command: tuple[str, ...], **options: Any) -> int:
+@click.pass_context
+def launch(context: click.Context, command: tuple[str, ...], show_settings: bool, **options: Any) -> int:
     """Start SCRIPT on every worker of a training job and see it through.
 
     Everything after SCRIPT belongs to SCRIPT. Without one, a built-in smoke job trains a tiny model.
     """
     config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
+    if show_settings:
+        click.echo(settings_table(config, {name: _source(context, name) for name in options}))
+        return 0
     return run_job(config)
 
 
+def _take_defaults(context: click.Context, profile: str | None) -> None:
+    """Reads what the options are unless the command line says them: [Note: precedence of settings]."""
+    names = {
+        spelling.lstrip("-"): option.name or ""
+        for option in context.command.params
+        if option.expose_value and option.name != "show_settings"
+        for spelling in option.opts
+        if spelling.startswith("--")
+    }
+    found = read_defaults(profile or os.environ.get("ZRUN_PROFILE", ""), os.environ, names)
+    context.default_map = {name: setting.value for name, setting in found.items()}
+    context.obj = {name: setting.where for name, setting in found.items()}
+
+
+def _source(context: click.Context, name: str) -> str:
+    """Where an option was said, for people; empty if nowhere."""
+    source = context.get_parameter_source(name)
+    if source is click.core.ParameterSource.DEFAULT_MAP:
+        return str(context.obj[name])
+    return "command line" if source is click.core.ParameterSource.COMMANDLINE else ""
+
+
 def run_job(config: LaunchConfig) -> int:
-    """Runs one job on this machine.
+    """Runs one job.
 
     Returns:
         the exit code.
@@ -131,14 +181,26 @@ def run_job(config: LaunchConfig) -> int:
         head = f"{job.view.command}: master {job.view.master}, backend {job.view.backend}"
         click.echo(head.encode("utf-8", "replace").decode())
         click.echo(rank_table(job.ranks))
+        for level, text in job.remarks:
+            click.echo(f"zrun: {level}: {text}", err=True)
         return 0
     stream = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed; open until the end
     mode = "json" if config.json else "rich" if not config.plain and _is_terminal(stream) else "plain"
-    supervisor = Supervisor(job, LocalTransport(os.environ), make_console(mode, stream))
+    supervisor = Supervisor(job, _transport(job), make_console(mode, stream))
     code = supervisor.run()
     if supervisor.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
     return code
+
+
+def _transport(job: Job) -> Transport:
+    """How the agents of a job's hosts are started."""
+    elsewhere = [host.name for host, here in zip(job.hosts, job.here, strict=True) if not here]
+    if elsewhere:
+        raise UsageError(
+            f"{elsewhere[0]} is another machine, and zrun reaches only this one", "--dry_run shows the plan"
+        )
+    return LocalTransport(os.environ)
 
 
 def _current_directory() -> str:
@@ -164,10 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         near = f"did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
         code = _complain(error.format_message().partition(" Did you")[0], near or "zrun --help lists all options", 2)
     except click.ClickException as error:
-        code = _complain(error.format_message(), "zrun --help explains the options", 2)
+        code = _complain(error.format_message(), _origin_of(error) or "zrun --help explains the options", 2)
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _origin_of(error: click.ClickException) -> str:
+    """Where a value that cannot be right was said, if not on the command line."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return ""
+    where = _source(error.ctx, error.param.name or "")
+    return f"it comes from {where}" if where not in ("", "command line") else ""
 
 
 def _dispatch(words: list[str]) -> int:

@@ -1,12 +1,28 @@
-"""What the user asked for, checked as far as that is possible without looking at the machine."""
+"""What the user asked for, and where: checked as far as that is possible without looking at the machine.
+
+[Note: precedence of settings]
+Of each option counts what was said first in this list: the command line; the variable ZRUN_<OPTION>, such as
+ZRUN_NUM_GPUS; the profile (--profile FILE, or ZRUN_PROFILE); zrun's own default. Options that may be repeated are not
+added up across these. An empty variable says nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from zrun.environment import RESERVED, looks_secret
 from zrun.errors import UsageError
 
+if TYPE_CHECKING:
+    from zrun.yamltext import Item
+
+PREFIX = "ZRUN_"
 LOCAL_RANK_STYLES = {"off": "", "_": "--local_rank", "-": "--local-rank"}
 
 
@@ -56,3 +72,111 @@ class LaunchConfig:
     def may_use_gpus(self) -> bool:
         """Whether GPUs are asked for, or taken if they are there."""
         return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one option is unless the command line says it."""
+
+    value: str | list[str]  # as it would be written there; a list for options that may be repeated
+    where: str  # file:line:column, or a variable
+
+
+REPEATABLE = frozenset(field.name for field in dataclasses.fields(LaunchConfig) if field.default == ()) - {
+    "script_args"
+}
+
+
+def read_defaults(profile: str, environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, Setting]:
+    """What environment and profile say, by field of LaunchConfig.
+
+    Args:
+        profile: path of a YAML file with options as keys; empty: none.
+        names: every spelling of an option, without dashes in front and with `_` inside -> its field.
+
+    Raises:
+        UsageError: the profile cannot be read, is no such file, or has a key that is no option.
+    """
+    found = _read_profile(profile, names) if profile else {}
+    # Inside a worker some of these variables speak of its job and are not meant for one that it starts.
+    taken = RESERVED if "ZRUN_JOB_ID" in environ else frozenset()
+    for spelling, field in names.items():
+        variable = PREFIX + spelling.upper()
+        text = environ.get(variable)
+        if text and variable not in taken:
+            found[field] = Setting(_split(text, variable) if field in REPEATABLE else text, variable)
+    return found
+
+
+def _split(text: str, variable: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{variable}: {error}", "words are separated by blanks, and quoted as in a shell") from None
+
+
+def _read_profile(path: str, names: Mapping[str, str]) -> dict[str, Setting]:
+    # Here and not at the top: the library takes as long to load as all the rest.
+    from zrun.yamltext import parse_yaml
+
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            document = parse_yaml(file.read(), path)
+    except OSError as error:
+        raise UsageError(f"--profile {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--profile {path}: not UTF-8 text (byte {error.start})") from None
+    if document.value is None:
+        return {}
+    if not isinstance(document.value, dict):
+        raise UsageError(f"{document.where}: a profile is a list of options", "write one a line: num_gpus: 4")
+    found: dict[str, Setting] = {}
+    for key, item in document.value.items():
+        field = names.get(key.replace("-", "_"))
+        if field is None:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "zrun --help lists all options"
+            raise UsageError(f"{item.where}: {key} is not an option", hint)
+        if field in found:
+            raise UsageError(f"{item.where}: {key} is said already, at {found[field].where}", "leave one of them out")
+        if item.value is not None:
+            found[field] = Setting(_plain(key, field, item), item.where)
+    return found
+
+
+def _plain(key: str, field: str, item: Item) -> str | list[str]:
+    """The value as it would be written on a command line."""
+    if field not in REPEATABLE:
+        if isinstance(item.value, (list, dict)):
+            raise UsageError(f"{item.where}: {key} takes one plain value")
+        return item.text
+    if isinstance(item.value, dict) and field == "env":
+        entries = [(f"{name}=", value) for name, value in item.value.items()]
+    else:
+        entries = [("", value) for value in (item.value if isinstance(item.value, list) else [item])]
+    odd = next((value for _, value in entries if isinstance(value.value, (list, dict))), None)
+    if odd is not None:
+        raise UsageError(f"{odd.where}: {key} takes plain values")
+    return [name + value.text for name, value in entries]
+
+
+def settings_table(config: LaunchConfig, sources: Mapping[str, str]) -> str:
+    """Every option with its value and where it was said, as lines of plain text. Values of secrets are not shown.
+
+    Args:
+        sources: by field; empty for zrun's own default.
+    """
+    rows = [("option", "value", "said by")]
+    for name in (field.name for field in dataclasses.fields(LaunchConfig) if field.name in sources):
+        value = getattr(config, name)
+        if name == "env":
+            value = tuple(_hide(text) for text in value)
+        shown = " ".join(map(shlex.quote, value)) if isinstance(value, tuple) else str(value)
+        rows.append((name, "-" if value in (None, "", ()) else shown, sources[name] or "default"))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+
+
+def _hide(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    return f"{name}=..." if equals and looks_secret(name) else text

@@ -135,10 +135,11 @@ class FlatGroup:
 
     def _renew_storage(self) -> None:
         """Part from the memory of `full`: it lives on as long as anyone else holds it."""
-        self.full = torch.empty_like(self.full)
-        for index, (parameter, offset) in enumerate(zip(self.spec.parameters, self.layout.offsets, strict=True)):
-            self.views[index] = view_like(self.full, self.views[index], offset)
-            move_view(parameter, self.views[index])
+        with torch.inference_mode(False):  # what is made inside that mode cannot be trained on after it
+            self.full = torch.empty_like(self.full)
+            for index, (parameter, offset) in enumerate(zip(self.spec.parameters, self.layout.offsets, strict=True)):
+                self.views[index] = view_like(self.full, self.views[index], offset)
+                move_view(parameter, self.views[index])
 
     # ---- values: master -> owned -> full
 
@@ -146,7 +147,9 @@ class FlatGroup:
         """Show the updated master weights to the model. `wait()` on the result before a parameter is read."""
         if self.master is not None and self.master.dtype is not self.owned.dtype:
             self.owned.copy_(self.master.detach())
-        if self.comes_and_goes:
+        if self.residence is Residence.GATHERING:
+            self.reshard()  # what is on its way is old
+        if self.residence is Residence.SHARDED:
             self._versions = [version + 1 for version in self._versions]
             return Pending()
         torch.autograd.graph.increment_version(self.spec.parameters)

@@ -6,7 +6,8 @@ Where parameters come and go, a unit is a module whose call brings them.
   them, such as MultiheadAttention) is one unit with everything below it, so its children may read each other's weights.
 - An embedding outside the blocks, and any other module there that is larger than the largest block (a head), is a unit
   of its own, so that it is not held while the blocks run.
-- What is left belongs to the model itself and is held for its whole forward. Ranks may use different parts of it: it is
+- What is left belongs to the model itself and is held for its whole forward: its own parameters however large, and
+  those that no call brings (a parametrization's, a ModuleList's own). Ranks may use different parts of it: it is
   gathered at one place, whatever the forward does. Its modules are units too, for calls from outside that forward.
 A parameter belongs to one group; a unit that shares another unit's parameter brings that group too.
 """
@@ -96,9 +97,11 @@ def find_units(model: nn.Module, managed: dict[str, nn.Parameter], leaves: Seque
 
     visit(model, "", False)
     largest = max((unit.numel for unit in blocks), default=total)
-    root = Unit(model, "the model", {})
+    brought = {name for unit in loose + blocks for name in unit.parameters}
+    root = Unit(model, "the model", {name: p for name, p in managed.items() if name not in brought})
     for unit in loose:
-        if not isinstance(unit.module, nn.Embedding) and unit.numel <= largest:
+        small = not isinstance(unit.module, nn.Embedding) and unit.numel <= largest
+        if small or unit.module is model:
             root.parameters.update(unit.parameters)
     in_order = [u for u in loose if u.module is not model] + blocks
     return ([root] if root.parameters else []) + in_order

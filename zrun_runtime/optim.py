@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zrun_runtime.errors import ConfigError, EngineError
+from zrun_runtime.errors import ConfigError, EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, is_dense
 
 ParamGroups = list[dict[str, Any]]
@@ -66,21 +66,26 @@ class ShardedOptimizer:
     """See [Note: one optimizer, one group at a time]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+        _refuse_strangers(optimizer, groups)
         self.optimizer = optimizer
         self.adopt(groups)
+        if _refuse_direct_step not in optimizer._optimizer_step_pre_hooks.values():
+            optimizer.register_step_pre_hook(_refuse_direct_step)
 
     def adopt(self, groups: Sequence[FlatGroup]) -> None:
         """Put the groups' master weights where the model's parameters were; existing state moves with them."""
         self.groups = [group for group in groups if group.master is not None]
-        state = dict(self.optimizer.state)
+        state: dict[Any, dict[str, Any]] = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for number, options in enumerate(self.optimizer.param_groups):
             mine = [g for g in self.groups if g.spec.optimizer_group == number]
             self._prefer_fused(options)
             options["params"] = [group.master for group in mine]
             for group in mine:
-                sharded = _shard_state(group, state)
+                sharded = _shard_state(group, state) or state.get(group.master)
                 if sharded and group.master is not None:
+                    if options.get("fused") and isinstance(sharded.get("step"), Tensor):
+                        sharded["step"] = sharded["step"].to(group.master.device)  # other kernels count on the CPU
                     self.optimizer.state[group.master] = sharded
 
     def _prefer_fused(self, options: dict[str, Any]) -> None:
@@ -100,7 +105,8 @@ class ShardedOptimizer:
         published = []
         try:
             for hook in before.values():
-                hook(optimizer, (), {})
+                if hook is not _refuse_direct_step:
+                    hook(optimizer, (), {})
             for entry in options:
                 entry["params"] = []
             for group in self.groups:
@@ -140,6 +146,24 @@ class ShardedOptimizer:
         return fused and getattr(self.optimizer, "_step_supports_amp_scaling", False)
 
 
+def _refuse_direct_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise EngineError(
+        "optimizer.step(): the gradients are the engine's, so this would change nothing", "call engine.step()"
+    )
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+    """What no group holds would be dropped from the optimizer."""
+    known = {id(p) for group in groups for p in (*group.spec.parameters, group.master)}
+    for number, options in enumerate(optimizer.param_groups):
+        for parameter in options["params"]:
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in known:
+                raise ParameterError(
+                    f"optimizer group {number}: a parameter of shape {tuple(parameter.shape)} is not in the model",
+                    "make one module of all that is trained together, and give that to initialize",
+                )
+
+
 def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     """The state that the parameters of a group had, as the state of its master weights."""
     known = [(index, state[p]) for index, p in enumerate(group.spec.parameters) if state.get(p)]
@@ -151,7 +175,8 @@ def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str
     for index, entries in known:
         offset = group.layout.offsets[index] - start
         for key, value in entries.items():
-            if not isinstance(value, Tensor) or value.shape != group.spec.parameters[index].shape or not value.dim():
+            shape = group.spec.parameters[index].shape
+            if key == "step" or not isinstance(value, Tensor) or value.shape != shape:
                 sharded[key] = value
                 continue
             whole = sharded.setdefault(key, torch.zeros_like(group.master, dtype=value.dtype).detach())

@@ -16,6 +16,7 @@ to read in between, and after a step, where the old values no longer exist.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -39,7 +40,7 @@ class Owner(Protocol):
 class _Record:
     label: str  # the parameter's name in the model
     view: Tensor  # its full-size values; their storage is empty while it is sharded
-    owner: Owner
+    owner: weakref.ref[Owner]  # weak, as it holds the parameter, which then would hold itself
 
 
 _records = WeakIdKeyDictionary()  # parameter -> _Record; an entry goes when its parameter does
@@ -71,17 +72,16 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        owner = getattr(func, "__self__", None)
-        prop = getattr(owner, "__name__", "") if name == "__get__" else ""
+        prop = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         with torch._C.DisableTorchFunctionSubclass():
             if name in _HARMLESS or prop in _HARMLESS_PROPERTIES:
                 return func(*args, **kwargs)
             if name in _OF_THE_VIEW:
                 return func(_records[args[0]].view, *args[1:], **kwargs)
         for parameter in _placeholders(args, kwargs):
-            record = _records[parameter]
-            if not record.owner.recall(parameter):
-                raise _unreadable(record.label, prop or name)
+            owner = _records[parameter].owner()
+            if owner is None or not owner.recall(parameter):
+                raise _unreadable(_records[parameter].label, prop or name)
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -96,7 +96,7 @@ class ShardedParameter(nn.Parameter):
 
 def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Tensor:
     """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
-    _records[parameter] = _Record(label, view, owner)
+    _records[parameter] = _Record(label, view, weakref.ref(owner))
     return torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
 
 

@@ -130,13 +130,13 @@ class Collectives:
         return self._ledger.exchange(ticket, values)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Give every rank the values of `source`, in place. Tensors of any stride and size, empty ones too."""
+        """Give every rank the values of `source`, in place. Tensors of any dtype, stride and size, empty ones too."""
         if self.world.size == 1 or not tensor.numel():
             return
         if self.world.rank == source:
             self.traffic.count("other", tensor.numel() * tensor.element_size())
         dense = tensor.detach().contiguous()
-        self._transport.broadcast(dense.view(torch.uint8) if dense.dtype is torch.bool else dense, source)
+        self._transport.broadcast(dense.view(-1).view(torch.uint8), source)  # bytes: transports do not know all dtypes
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 

@@ -54,7 +54,12 @@ LEVELS = {
     "zrun.outcome": 3.0,
     "zrun.feed": 3.1,
     "zrun.supervisor": 3.2,
+    "zrun.fitness": 3.0,
+    "zrun.interview": 3.1,
+    "zrun.meeting": 3.1,
     "zrun.doctor": 3.2,
+    "zrun.running": 3.3,
+    "zrun.cluster_options": 3.3,
     "zrun.cli": 4.0,
     "zrun.__main__": 4.1,
     "zrun_runtime.errors": 0.0,
@@ -101,6 +106,8 @@ SIDEWAYS: dict[tuple[str, str], str] = {}
 LATE_IMPORTS = {
     ("zrun.hosts", "zrun.yamlhosts"): "only a YAML hostfile pays for loading a YAML library",
     ("zrun.settings", "zrun.yamltext"): "only a profile pays for loading a YAML library",
+    ("zrun.agent", "zrun.probe"): "a job does not wait for what only questions before it need",
+    ("zrun.transport.each", "zrun.transport.ssh"): "only other hosts pay for loading paramiko",
     ("zrun.console", "zrun.console.live"): "only a terminal pays for loading rich",
     ("zrun.cli", "importlib.metadata.entry_points"): "only a word that is no file pays for looking up commands",
 }

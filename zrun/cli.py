@@ -12,15 +12,14 @@ from typing import Any, TextIO
 import click
 
 import zrun
+from zrun.cluster_options import cluster_options
 from zrun.console import make_console
 from zrun.errors import UsageError, ZrunError
 from zrun.hosts import DEFAULT_HOSTFILE
-from zrun.prepare import Job, prepare
+from zrun.prepare import prepare
+from zrun.running import Run
 from zrun.settings import LaunchConfig, read_defaults, settings_table
-from zrun.supervisor import Supervisor
 from zrun.topology import rank_table
-from zrun.transport.base import Transport
-from zrun.transport.local import LocalTransport
 
 ENTRY_POINTS = "zrun.commands"
 _COMMAND_NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")
@@ -117,6 +116,7 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     metavar="SECONDS",
     help="Without a sign of life from zrun for this long, a host ends its workers.",
 )
+@cluster_options
 @click.option(
     "--profile",
     metavar="FILE",
@@ -176,7 +176,8 @@ def run_job(config: LaunchConfig) -> int:
     Raises:
         ZrunError: before anything was started.
     """
-    job = prepare(config, os.environ, _current_directory())
+    cwd = _current_directory()
+    job = prepare(config, os.environ, cwd)
     if config.dry_run:
         head = f"{job.view.command}: master {job.view.master}, backend {job.view.backend}"
         click.echo(head.encode("utf-8", "replace").decode())
@@ -186,21 +187,11 @@ def run_job(config: LaunchConfig) -> int:
         return 0
     stream = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed; open until the end
     mode = "json" if config.json else "rich" if not config.plain and _is_terminal(stream) else "plain"
-    supervisor = Supervisor(job, _transport(job), make_console(mode, stream))
-    code = supervisor.run()
-    if supervisor.console_stalled:
+    run = Run(job, config, os.environ, cwd)
+    code = run.run(make_console(mode, stream))
+    if run.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
     return code
-
-
-def _transport(job: Job) -> Transport:
-    """How the agents of a job's hosts are started."""
-    elsewhere = [host.name for host, here in zip(job.hosts, job.here, strict=True) if not here]
-    if elsewhere:
-        raise UsageError(
-            f"{elsewhere[0]} is another machine, and zrun reaches only this one", "--dry_run shows the plan"
-        )
-    return LocalTransport(os.environ)
 
 
 def _current_directory() -> str:

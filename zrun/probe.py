@@ -56,6 +56,7 @@ class Facts:
     temp_free: int
     temp_problem: str
     reached_at: str  # the address of this host that the SSH connection goes to; empty if there is none
+    reached_from: str  # and the one it comes from
     addresses: tuple[str, ...]  # interface=address
 
 
@@ -183,7 +184,8 @@ def _look(question: Look) -> Facts:
         shm_free=_free("/dev/shm"),
         temp_free=temp_free,
         temp_problem=temp_problem,
-        reached_at=_reached_at(),
+        reached_at=_ssh_connection(2),
+        reached_from=_ssh_connection(0),
         addresses=tuple(f"{name}={address}" for name, address in list_addresses()),
     )
 
@@ -243,9 +245,9 @@ def _temp() -> tuple[int, str]:
     return _free(path), ""
 
 
-def _reached_at() -> str:
+def _ssh_connection(at: int) -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
-    return plain_address(words[2]) if len(words) == 4 else ""
+    return plain_address(words[at]) if len(words) == 4 else ""
 
 
 def _reach(question: Reach) -> Reached:

@@ -49,6 +49,12 @@ class LaunchConfig:
     log_dir: str = ""
     grace: float = 30.0  # seconds
     lease: float = 30.0  # seconds
+    ssh_port: int | None = None
+    ssh_config: str = ""  # empty: those that ssh reads
+    host_key: str = "strict"  # or accept-new
+    connect_timeout: float = 20.0  # seconds
+    no_preflight: bool = False
+    iface: str = ""  # empty: found out
     dry_run: bool = False
     plain: bool = False
     json: bool = False

@@ -19,6 +19,10 @@ class AgentEnd:
 class Link(Protocol):
     """The line to one agent. `receive` belongs to one thread, everything else may be called from any."""
 
+    @property
+    def peer(self) -> str:
+        """The address at which its host was reached; empty if that is not known, or it is this machine."""
+
     def send(self, line: bytes) -> None:
         """Sends one whole line.
 

@@ -23,6 +23,8 @@ _SEND_SECONDS = 20.0  # for an agent that does not read; a line is far smaller t
 class LocalLink:
     """The pipes of one local agent."""
 
+    peer = ""
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._stdin = process.stdin.fileno() if process.stdin is not None else -1

@@ -16,8 +16,9 @@ import paramiko
 from zrun.errors import HostLostError, UsageError
 from zrun.hostfile import Host
 from zrun.transport.base import AgentEnd
-from zrun.transport.ssh_config import SshOptions, Target
+from zrun.transport.ssh_config import Target
 from zrun.transport.ssh_login import Session, SshLogin
+from zrun.transport.ssh_options import SshOptions
 
 _TAIL = 16 * 1024  # bytes of stderr that are kept
 _SEND_SECONDS = 20.0  # for a far end that does not read
@@ -162,4 +163,6 @@ def _command(host: Host) -> str:
             f"{host.name}: the path of its Python, {python!r}, has characters that login shells treat differently",
             "give a plain one with python= in the hostfile; a link to it will do",
         )
-    return f"exec '{python}' -m zrun.agent"
+    # Only outside of quotes does ~ mean the home directory.
+    quoted = f"~/'{python[2:]}'" if python.startswith("~/") else f"'{python}'"
+    return f"exec {quoted} -m zrun.agent"

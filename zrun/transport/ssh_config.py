@@ -18,6 +18,7 @@ import paramiko
 
 from zrun.errors import UsageError
 from zrun.hostfile import Host
+from zrun.transport.ssh_options import SshOptions
 
 _KEY_NAMES = ("id_ed25519", "id_ecdsa", "id_rsa")
 _MAX_INCLUDES = 16  # deep
@@ -41,17 +42,6 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
 _RESTRICTING = ("ciphers", "hostkeyalgorithms", "kexalgorithms", "macs", "pubkeyacceptedalgorithms")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.:%-]+\Z")  # of hosts and users: they go into a user's ProxyCommand
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
-
-
-@dataclass(frozen=True)
-class SshOptions:
-    """What the user said about SSH for all hosts."""
-
-    port: int | None = None
-    config_file: str = ""  # empty: the user's and the system's
-    accept_new: bool = False  # unknown host keys are taken and kept
-    connect_timeout: float = 20.0  # seconds, for all of: name, TCP, keys, login
-    lease: float = 30.0  # seconds without an acknowledgement after which a connection is dead
 
 
 @dataclass(frozen=True)

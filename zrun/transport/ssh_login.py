@@ -21,7 +21,8 @@ import paramiko
 from zrun.errors import HostLostError
 from zrun.hostfile import Host
 from zrun.transport.known_hosts import KnownHosts, add_line, known_as
-from zrun.transport.ssh_config import SshConfig, SshOptions, Target
+from zrun.transport.ssh_config import SshConfig, Target
+from zrun.transport.ssh_options import SshOptions
 
 _MAX_JUMPS = 8
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}

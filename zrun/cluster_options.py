@@ -1,0 +1,39 @@
+"""The options of `zrun` that concern other machines, apart from the command only because they are many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_OPTIONS = (
+    click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Of the SSH servers."),
+    click.option("--ssh_config", default="", metavar="FILE", help="In place of ~/.ssh/config and the system's."),
+    click.option(
+        "--host_key",
+        type=click.Choice(["strict", "accept-new"]),
+        default="strict",
+        show_default=True,
+        help="What to do with hosts that known_hosts does not know: refuse them, or add them to it.",
+    ),
+    click.option(
+        "--connect_timeout",
+        type=click.FloatRange(min=0.1),
+        default=20.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="To reach a host and log in.",
+    ),
+    click.option("--no_preflight", is_flag=True, help="Start also on hosts that differ or lack something."),
+    click.option("--iface", default="", metavar="NAME", help="The network interface of all ranks. Default: found out."),
+)
+
+
+def cluster_options(command: F) -> F:
+    """Adds the options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from zrun_runtime import zero
 from zrun_runtime.build import build_engine
 from zrun_runtime.distributed import init_distributed
+from zrun_runtime.early import not_building
 from zrun_runtime.engine import Engine
 from zrun_runtime.errors import (
     ConfigError,
@@ -86,7 +87,8 @@ def initialize(
             "initialize: mpu and mesh_param describe model parallelism, which is not supported",
             "leave them out: every rank is a data-parallel rank",
         )
-    engine = build_engine(model, optimizer, model_parameters, lr_scheduler, source)
+    with not_building():
+        engine = build_engine(model, optimizer, model_parameters, lr_scheduler, source)
     zero.remember(engine)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, engine.optimizer, loader, engine.lr_scheduler

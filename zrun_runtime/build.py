@@ -11,12 +11,15 @@ from torch import nn
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.distributed import World, current_world
+from zrun_runtime.early import early_shard, recast_early
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
+from zrun_runtime.leaves import leaves_of
 from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.schedules import build_scheduler
+from zrun_runtime.sharded_parameter import ShardedParameter, take_values
 from zrun_runtime.telemetry import notice
 from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
@@ -40,7 +43,7 @@ def build_engine(
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else _trainable(model))
     groups = _param_groups(model, optimizer, model_parameters, config)
     collectives = Collectives(world)
-    zero = ZeroModel(model, group_numbers(groups), _settings(config, policy), collectives)
+    zero = ZeroModel(model, group_numbers(groups), _settings(config, policy, model), collectives)
     updater = _updater(optimizer, groups, zero, config)
     scheduler = _scheduler(lr_scheduler, updater, config)
     engine = Engine(model, zero, updater, scheduler, config, collectives)
@@ -65,11 +68,18 @@ def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> Aut
 
 def _place(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
     """Onto the device; floating-point parameters in the configured dtype, buffers in their own."""
-    model.to(world.device)
-    if dtype is not None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.dtype is not dtype:
-                parameter.data = parameter.data.to(dtype)
+    sharded = any(type(p) is ShardedParameter for p in model.parameters())  # those are on the device, in slices
+    if not sharded:
+        model.to(world.device)
+    for parameter in model.parameters():
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        if early_shard(parameter) is not None:
+            recast_early(parameter, wanted)
+        elif parameter.dtype is not wanted or (sharded and parameter.device != world.device):
+            parameter.data = take_values(parameter).to(world.device, wanted)
+    for module in model.modules() if sharded else ():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer.to(world.device) if buffer is not None else None
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -92,7 +102,7 @@ def _param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _settings(config: Config, policy: DtypePolicy) -> ZeroSettings:
+def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSettings:
     zero = config.zero
     return ZeroSettings(
         plan=StatePlan.of_stage(zero.stage),
@@ -101,6 +111,7 @@ def _settings(config: Config, policy: DtypePolicy) -> ZeroSettings:
         wire_dtype=policy.reduce_dtype,
         window=Window(config.accumulation_steps, policy.accum_dtype, config.managed_gradient_accumulation),
         clip=config.gradient_clipping,
+        leaves=leaves_of(model, zero.leaf_module),
     )
 
 

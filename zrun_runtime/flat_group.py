@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.plan import StatePlan
-from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view
+from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
 
 
 class Residence(Enum):
@@ -81,7 +81,7 @@ class FlatGroup:
         views = []
         for parameter, offset in zip(parameters, self.layout.offsets, strict=True):
             views.append(view_like(self.full, parameter, offset))
-            views[-1].copy_(parameter.detach())
+            views[-1].copy_(take_values(parameter))
         self.collectives.broadcast(self.full)
         for parameter, view in zip(parameters, views, strict=True):
             parameter.data = view
@@ -169,6 +169,15 @@ class FlatGroup:
             self.shard.copy_(self.full[start:stop])
         if self.master is not None and self.master.dtype is not self.owned.dtype:
             self.master.detach().copy_(self.owned)
+
+    def edited(self) -> bool:
+        """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""
+        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
+        if self.comes_and_goes:
+            return not torch.equal(self.full[start:stop], self.shard)
+        if self.master is not None and self.master.dtype is not self.owned.dtype:
+            return not torch.equal(self.master.detach().to(self.owned.dtype), self.owned)
+        return False
 
     @property
     def wanted_grads(self) -> Layout:

@@ -57,6 +57,11 @@ class StatePlan:
             optimizer=Residency(Layout.SHARDED if stage >= 1 else Layout.REPLICATED),
         )
 
+    @classmethod
+    def most_sharded(cls) -> StatePlan:
+        """Everything is sharded between uses."""
+        return cls.of_stage(max(ALL_STAGES))
+
     @property
     def shards_params(self) -> bool:
         """Parameters exist in full only while they are used."""

@@ -16,6 +16,7 @@ to read in between, and after a step, where the old values no longer exist.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +36,10 @@ class Owner(Protocol):
         """Unshard the parameter if this is a moment at which that is right; say whether it was."""
         ...
 
+    def give_up(self, parameter: nn.Parameter) -> Tensor:
+        """The full values, for a new owner."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Record:
@@ -44,6 +49,9 @@ class _Record:
 
 
 _records = WeakIdKeyDictionary()  # parameter -> _Record; an entry goes when its parameter does
+
+_calls = itertools.count()
+_call = 0  # the number of the call that met placeholders last
 
 _set_version = torch._C._autograd._unsafe_set_version_counter
 
@@ -78,6 +86,8 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if name in _OF_THE_VIEW:
                 return func(_records[args[0]].view, *args[1:], **kwargs)
+        global _call
+        _call = next(_calls)
         for parameter in _placeholders(args, kwargs):
             owner = _records[parameter].owner()
             if owner is None or not owner.recall(parameter):
@@ -88,7 +98,10 @@ class ShardedParameter(nn.Parameter):
         return f"ShardedParameter({_records[self].label!r}, shape={tuple(self.shape)}, values elsewhere)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _unreadable(_records[self].label, "deepcopy")
+        owner = _records[self].owner()
+        if owner is None or not owner.recall(self):
+            raise _unreadable(_records[self].label, "deepcopy")
+        return self.__deepcopy__(memo)  # now that of nn.Parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _unreadable(_records[self].label, "pickle")
@@ -117,6 +130,25 @@ def become_readable(parameter: nn.Parameter, view: Tensor, version: int) -> None
     parameter.__class__ = nn.Parameter
     parameter.data = view
     _set_version((parameter,), (version,))
+
+
+def take_values(parameter: nn.Parameter) -> Tensor:
+    """The full values of a parameter that gets a new owner; the old one, if any, lets go of it.
+
+    Raises:
+        ParameterError: the old owner does not let go.
+    """
+    if type(parameter) is not ShardedParameter:
+        return parameter.detach()
+    owner = _records[parameter].owner()
+    if owner is None:
+        raise _unreadable(_records[parameter].label, "its engine is gone")
+    return owner.give_up(parameter)
+
+
+def call_number() -> int:
+    """A number for the torch call under way that met placeholders; it never falls."""
+    return _call
 
 
 def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives
-from zrun_runtime.errors import EngineError
+from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.grouping import (
     GroupingPolicy,
@@ -36,6 +36,7 @@ class ZeroSettings:
     wire_dtype: torch.dtype | None
     window: Window
     clip: float  # L2 norm; 0: none
+    leaves: Sequence[nn.Module] = ()  # modules that are units as a whole, whatever runs inside them
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class ZeroModel:
         self.managed = self._to_manage()
         self.updater: ShardedOptimizer | None = None
         self._ticket = collectives.register("a step")
-        self._order_known = False
-        units = find_units(model, self.managed) if settings.plan.shards_params else []
+        self._order_known = self._removed = False
+        units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
         if settings.plan.shards_params:
             specs = specs_of_units(units, optimizer_groups, settings.grouping)
         else:
@@ -73,7 +74,7 @@ class ZeroModel:
         self.where = self._index()
         self.share_the_rest()
         self.holder = ShardHolder(units, self.groups, settings.prefetch_numel)
-        self._attach(self._trained(self.groups, reverse=settings.plan.shards_params))
+        self._attach(_trained(self.groups, reverse=settings.plan.shards_params))
 
     def _to_manage(self) -> dict[str, nn.Parameter]:
         """Where parameters stay full, only those that are trained need groups."""
@@ -89,12 +90,22 @@ class ZeroModel:
         """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""
         return hasattr(self, "holder") and self.holder.recall(parameter)
 
+    def give_up(self, parameter: nn.Parameter) -> Tensor:
+        """The full values, once this is a model no more.
+
+        Raises:
+            ParameterError: it still is.
+        """
+        group, index = self.where[id(parameter)]
+        if not self._removed:
+            raise ParameterError(
+                f"{group.spec.names[index]}: another engine has it sharded", "call destroy() on that engine first"
+            )
+        group.unshard()
+        return parameter.detach()
+
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.managed.items() if p.requires_grad and id(p) in self.optimizer_groups]
-
-    def _trained(self, groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
-        trained = [group for group in groups if group.master is not None]
-        return trained[::-1] if reverse else trained
 
     def _index(self) -> dict[int, tuple[FlatGroup, int]]:
         return {id(p): (group, i) for group in self.groups for i, p in enumerate(group.spec.parameters)}
@@ -199,7 +210,7 @@ class ZeroModel:
             self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
         self.groups = [self._build(spec) for spec in specs]
         self.where = self._index()
-        self._attach(self._trained(self.groups, reverse=False))
+        self._attach(_trained(self.groups, reverse=False))
         for grads, values in zip(self.reducer.order, reduced, strict=True):
             grads.reduced = values
         if self.updater is not None:
@@ -222,7 +233,13 @@ class ZeroModel:
 
     def remove(self) -> None:
         """Take the hooks off; parameters stay as they are."""
+        self._removed = True
         self.hooks.remove()
+
+
+def _trained(groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
+    trained = [group for group in groups if group.master is not None]
+    return trained[::-1] if reverse else trained
 
 
 def _present(reduced: Tensor | None) -> Tensor:

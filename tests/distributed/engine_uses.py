@@ -187,7 +187,7 @@ def loads_between_forward_and_backward(rank: int, world: int, *, stage: int) -> 
 
 
 def compiled(rank: int, world: int, *, stage: int) -> tuple[str, bool]:
-    """What `compile` says, and whether a compiled engine trains as another does (the eager backend needs no compiler)."""
+    """What `compile` says, and whether a compiled engine trains as another does (this backend needs no compiler)."""
     engine, plain = stack_engine(stage), stack_engine(stage)
     said = _said(lambda: engine.compile(backend="eager"))
     for one in (engine, plain):

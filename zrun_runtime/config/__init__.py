@@ -12,7 +12,7 @@ from zrun_runtime.config.notes import InvalidConfig, Note, Problem
 from zrun_runtime.config.resolved import Config, OptimizerConfig, SchedulerConfig
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.summary import short_report, summary
-from zrun_runtime.config.zero_schema import ZeroConfig
+from zrun_runtime.config.zero_schema import LeafModuleConfig, ZeroConfig
 
 __all__ = [
     "AutoHints",
@@ -20,6 +20,7 @@ __all__ = [
     "Config",
     "Fp16Config",
     "InvalidConfig",
+    "LeafModuleConfig",
     "Note",
     "OptimizerConfig",
     "Problem",

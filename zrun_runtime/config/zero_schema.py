@@ -62,9 +62,13 @@ class OffloadOptimizerConfig(Section):
 class LeafModuleConfig(Section):
     """Modules whose parameters are gathered together, whatever runs inside them."""
 
-    classes: Names = ()
-    names: Names = ()
-    name_suffixes: Names = ()
+    classes: Names = key(
+        ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"),
+        HONOURED,
+        "modules of these classes are gathered as a whole, so ranks may use different parts of them",
+    )
+    names: Names = key((), HONOURED, "the same, by path in the model")
+    name_suffixes: Names = key((), HONOURED, "the same, by the end of the path")
 
 
 class ZeroConfig(Section):
@@ -151,9 +155,7 @@ class ZeroConfig(Section):
         alias="stage3_allgather_sequential",
         stages=(3,),
     )
-    leaf_module: LeafModuleConfig = section(
-        LeafModuleConfig, NO_EFFECT, f"{NOT_BUILT}: blocks are found in the model", stages=(3,)
-    )
+    leaf_module: LeafModuleConfig = section(LeafModuleConfig, HONOURED, "", stages=(3,))
 
     contiguous_gradients: bool = key(True, NO_EFFECT, "gradients always lie side by side")
     reduce_scatter: bool = key(True, NO_EFFECT, "the collective follows from how gradients are laid out")

@@ -1,0 +1,121 @@
+"""The names of the zero namespace: models built sharded, edits, single states, leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zrun_runtime import zero
+
+from . import compare, zero_uses
+from .worlds import World
+
+pytestmark = pytest.mark.slow
+
+STAGES = (0, 1, 2, 3)
+Worlds = Callable[..., World]
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "dtype"),
+    ((0, 2, ""), (1, 2, "bf16"), (2, 2, ""), (3, 1, ""), (3, 2, ""), (3, 2, "bf16"), (3, 4, ""), (3, 2, "fp16")),
+)
+def test_a_model_built_in_init_trains_as_one_that_was_not(stage: int, size: int, dtype: str, world: Worlds) -> None:
+    results = world(size).run(zero_uses.built_in_init, stage=stage, dtype=dtype, client=not dtype)
+    wanted = {"": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
+    for found in results:
+        assert found["dtypes"] == {wanted, "torch.float32"}, "parameters are cast, buffers are not"
+        assert found["shapes"] and found["tied"]
+        assert found["start"] == 0.0, "every rank has rank 0's values"
+        assert found["end"] <= (1e-6 if not dtype else 1e-2)
+        assert found["digest"] == results[0]["digest"]
+        if size > 1:
+            assert found["full bytes"] == 0
+            assert "initialize() first" in found["stray"]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_edits_before_initialize_are_kept(stage: int, world: Worlds) -> None:
+    for found in world(2).run(zero_uses.edited_before_initialize, stage=stage):
+        assert found["stem"] and found["head"] and found["loaded"] and found["module form"]
+        assert "GatheredParameters" in found["outside"]
+        assert found["end"] <= 1e-6
+
+
+def test_building_never_holds_the_whole_model(world: Worlds) -> None:
+    mib = 2**20
+    for building, whole in world(4).run(zero_uses.bytes_while_building):
+        assert building <= (16 + 4 + 3) * mib  # a Sequential's arguments are all made before it is
+        assert whole <= building + 2 * mib
+
+
+@pytest.mark.parametrize("modifier", (None, 0, 1))
+@pytest.mark.parametrize("dtype", ("", "bf16"), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_gathered_parameters_stay(stage: int, dtype: str, modifier: int | None, world: Worlds) -> None:
+    results = world(2).run(zero_uses.edits, stage=stage, dtype=dtype, modifier=modifier)
+    for found in results:
+        assert found["agree"] == [True, True], "the master weights are what was written"
+        assert found["filled"]
+        assert all(moved < 0.1 for moved in found["moved"]), "the next step starts from the edit"
+        assert found["digest"] == results[0]["digest"]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), ((0, ""), (1, "bf16"), (2, ""), (3, ""), (3, "fp16"), (0, "bf16")))
+def test_single_states_are_what_was_set(stage: int, dtype: str, world: Worlds) -> None:
+    results = world(2).run(zero_uses.states, stage=stage, dtype=dtype)
+    for found in results:
+        assert found["nobody's"] == [None, None] and found["too early"] == [None, None]
+        assert "run a step first" in found["no state"]
+        for name in ("master", "state", "shown", "local master", "local state"):
+            assert found[name], name
+        assert found["grad"] == pytest.approx([0.5, 0.5, 0.5 * (24 * 16) ** 0.5])
+        assert found["norm"] == pytest.approx(0.5 * (24 * 16) ** 0.5)
+        assert found["step"] <= 1e-6
+        assert "of shape (16, 24) for (24, 16)" in found["shape"]
+    whole = 24 * 16
+    assert sum(found["parts"] for found in results) == (whole if stage else 2 * whole)
+
+
+@pytest.mark.parametrize("how", ("marked", "config"))
+def test_ranks_may_use_different_experts_of_a_leaf(how: str, world: Worlds) -> None:
+    wanted = world(2).run(zero_uses.experts, stage=0, how="")[0]
+    for found in world(2).run(zero_uses.experts, stage=3, how=how):
+        assert not compare.each("weight", found, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_model_outlives_its_engine(stage: int, world: Worlds) -> None:
+    for said, same in world(2).run(zero_uses.taken_over, stage=stage):
+        assert same
+        assert stage < 3 or "call destroy() on that engine first" in said
+
+
+def test_no_leaf_is_found() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(zero_uses.zrun_runtime.ParameterError, match="no module of the model is Conv2d"):
+        zero.set_z3_leaf_modules(model, [torch.nn.Conv2d])
+    assert zero.set_z3_leaf_modules(model, ["Conv2d"], raise_if_not_found=False) == []
+    assert zero.set_z3_leaf_modules(model, ["Linear", "0"]) == [model[0]]
+    assert zero.z3_leaf_module(model[0]) and zero.get_z3_leaf_modules(model) == [model[0]]
+    assert zero.unset_z3_leaf_modules(model, ["0"]) == [model[0]] and not zero.get_z3_leaf_modules(model)
+
+
+def test_estimates_follow_the_published_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    million = 10**6
+    assert zero.estimate_zero2_model_states_mem_needs(million, 4, 2, cpu_offload=True) == (48 * million, 2 * million)
+    assert zero.estimate_zero2_model_states_mem_needs(million, 1, 1, cpu_offload=True) == (24 * million, 2 * million)
+    assert zero.estimate_zero2_model_states_mem_needs(million, 4, 2, cpu_offload=False) == (24 * million, 4_250_000)
+    three = zero.estimate_zero3_model_states_mem_needs
+    assert three(million, 1000, 4, 2) == (13_500_000, 4000, 4000)
+    assert three(million, 1000, 4, 2, zero_init=False) == (24 * million, 4000, 4000)
+    assert three(million, 1000, 4, 2, cpu_offload_params=False) == (12 * million, 254_000, 4000)
+    assert three(million, 1000, 4, 2, cpu_offload=False) == (24_000, 2_254_000, 4000)
+    assert three(million, 1000, 4, 2, cpu_offload=False, zero_init=False) == (24 * million, 2_254_000, 4000)
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    zero.estimate_zero2_model_states_mem_needs_all_live(model, 4, 2)
+    zero.estimate_zero3_model_states_mem_needs_all_live(model, 4, 2)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 + 7 and all("GiB" in line for line in (said[1], said[9]))

@@ -1,0 +1,319 @@
+"""What the ranks run for test_zero.py: models built in zero.Init, edits of gathered parameters, single states."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zrun_runtime
+from zrun_runtime import zero
+
+from .compare import distance, flat
+from .engine_uses import SGD, loss_of, stack_engine
+from .scenario import CLASSES, WIDTH, Block, Recipe, Scenario, Spot, Stack, build
+from .training import digest, full_grads, gathered, make_config, masters
+from .traps import Plain, _said
+
+
+def _config(stage: int, dtype: str = "") -> dict[str, Any]:
+    return {**make_config(stage, Recipe(), SGD), **({dtype: {"enabled": True}} if dtype else {})}
+
+
+def _train(engine: Any, rank: int, steps: int = 2) -> dict[str, Tensor]:
+    for step in range(steps):
+        engine.backward(loss_of(engine, Spot(step, rank, 0)))
+        engine.step()
+    return {name: weight.float() for name, weight in gathered(engine.module).items()}
+
+
+# ---- zero.Init
+
+
+class Everything(nn.Module):
+    """Construction as libraries do it: nested, copied, tied, initialised again from outside and from inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.table = nn.Embedding(11, WIDTH)
+        block = Block()
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(2))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("steps", torch.arange(4.0))
+        self.apply(self._again)
+
+    @staticmethod
+    def _again(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.2)
+            if module.bias is not None:
+                module.bias.data.fill_(0.01)
+        if isinstance(module, nn.Embedding):
+            with torch.no_grad():
+                module.weight.mul_(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        x = x + self.attention(x, x, x)[0] + self.recurrent(x)[0]
+        return self.head(self.body(x))
+
+
+def _tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(11, (2, 5), generator=Spot(step, rank, 0).generator())
+
+
+def _train_tokens(engine: Any, rank: int) -> dict[str, Tensor]:
+    for step in range(2):
+        tokens = _tokens(rank, step)
+        engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten()))
+        engine.step()
+    return {name: weight.float() for name, weight in gathered(engine.module).items()}
+
+
+def built_in_init(rank: int, world: int, *, stage: int, dtype: str, client: bool) -> dict[str, Any]:
+    """A model built in zero.Init trains as the same model built plainly; ranks are seeded differently."""
+    config, result = _config(stage, dtype), {}
+    torch.manual_seed(rank)
+    plain = Everything()
+    torch.manual_seed(rank)
+    with zero.Init(config_dict_or_path=config):
+        model = Everything()
+    parameters = dict(model.named_parameters())
+    result["dtypes"] = {str(p.dtype) for p in parameters.values()} | {str(model.steps.dtype)}
+    result["shapes"] = all(p.shape == plain.get_parameter(n).shape for n, p in parameters.items())
+    result["tied"] = model.head.weight is model.table.weight
+    result["stray"] = _said(lambda: model(_tokens(rank, 0)))
+    kept = sum(p.data.untyped_storage().nbytes() for p in parameters.values() if type(p) is nn.Parameter)
+    result["full bytes"] = kept
+    arguments = {"optimizer": torch.optim.SGD(model.parameters(), **SGD)} if client else {}
+    engine = zrun_runtime.initialize(model=model, config=config, **arguments)[0]
+    twin = zrun_runtime.initialize(model=plain, config=config)[0]
+    start, wanted = gathered(engine.module), gathered(twin.module)
+    result["start"] = distance(flat(start), flat(wanted))
+    result["end"] = distance(flat(_train_tokens(engine, rank)), flat(_train_tokens(twin, rank)))
+    result["digest"] = digest(gathered(engine.module))
+    return result
+
+
+def edited_before_initialize(rank: int, world: int, *, stage: int) -> dict[str, Any]:
+    """Initialising again, loading by name as from_pretrained does, and the module form."""
+    source = {name: p.detach().clone() for name, p in build(Plain(), seed=7).named_parameters()}
+    torch.manual_seed(rank)
+    with zero.Init():
+        model = Stack()
+        with zero.GatheredParameters(model.stem.weight, modifier_rank=0):
+            if rank == 0:
+                nn.init.constant_(model.stem.weight, 0.125)
+        nn.init.constant_(model.head.weight, 0.25)
+        read = float(model.head.weight.sum())
+    outside = _said(lambda: nn.init.zeros_(model.head.weight))
+    before = {name: value.clone() for name, value in _whole(model).items()}
+    for prefix, module in model.named_modules():  # one module at a time; sets differ in order between ranks
+        with zero.GatheredParameters(set(module.parameters(recurse=False)), modifier_rank=0):
+            if rank == 0:
+                for name, p in module.named_parameters(recurse=False):
+                    p.data.copy_(source[f"{prefix}.{name}".lstrip(".")])
+    second = zero.Init(module=Stack()) and build(Plain(), seed=7)
+    zero.Init(module=second)
+    loaded, module_form = _whole(model), _whole(second)
+    engine = zrun_runtime.initialize(model=model, config=_config(stage))[0]
+    trained = _train(engine, rank)
+    twin = zrun_runtime.initialize(model=build(Plain(), seed=7), config=_config(stage))[0]
+    return {
+        "stem": bool((before["stem.weight"] == 0.125).all()),
+        "head": bool((before["head.weight"] == 0.25).all()) and read == 0.25 * WIDTH * CLASSES,
+        "outside": outside,
+        "loaded": all(torch.equal(loaded[name], source[name]) for name in source),
+        "module form": all(torch.equal(module_form[name], source[name]) for name in source),
+        "end": distance(flat(trained), flat(_train(twin, rank))),
+    }
+
+
+def _whole(model: nn.Module) -> dict[str, Tensor]:
+    with zero.GatheredParameters(list(model.parameters())):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class Wide(nn.Module):
+    """Sixteen layers of 1 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class _Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    """Remembers the most bytes of large storages that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Any] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in [result] if isinstance(result, Tensor) else []:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > 100_000:
+                self.known[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
+        alive = 0
+        for key, ref in list(self.known.items()):
+            if ref.expired():
+                del self.known[key]
+                continue
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            alive += storage.nbytes() if storage is not None else 0
+        self.peak = max(self.peak, alive)
+        return result
+
+
+def bytes_while_building(rank: int, world: int) -> tuple[int, int]:
+    """(most bytes while a wide model is built in zero.Init, most bytes until initialize is done)."""
+    with _Watch() as watch:
+        with zero.Init():
+            model = Wide()
+        building = watch.peak
+        config = {**_config(3), "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        engine = zrun_runtime.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 512)).sum())
+    engine.step()
+    return building, watch.peak
+
+
+# ---- edits
+
+
+def edits(rank: int, world: int, *, stage: int, dtype: str, modifier: int | None) -> dict[str, Any]:
+    """A weight edited inside GatheredParameters, in place and through `.data`: seen at once, and by the next steps."""
+    engine = stack_engine(stage, dtype=dtype)
+    _train(engine, rank, 1)
+    weights = engine.module.blocks[1].up.weight, engine.module.blocks[1].down.weight
+    with zero.GatheredParameters(list(weights), modifier_rank=modifier):
+        if modifier is None or rank == modifier:
+            with torch.no_grad():
+                weights[0].mul_(2).add_(0.5)
+            weights[1].data.fill_(0.75)
+    found, master = gathered(engine.module), masters(engine.module)
+    names = "blocks.1.up.weight", "blocks.1.down.weight"
+    agree = [torch.equal(found[n], master[n].to(found[n].dtype)) for n in names]
+    filled = bool((found[names[1]] == 0.75).all())
+    after = _train(engine, rank, 1)
+    moved = [distance(after[n], found[n].float()) for n in names]
+    return {"agree": agree, "filled": filled, "moved": moved, "digest": digest(gathered(engine.module))}
+
+
+# ---- single states
+
+
+def states(rank: int, world: int, *, stage: int, dtype: str) -> dict[str, Any]:
+    """Every getter gives back what its setter took, whole and in parts; norm and step use what was set."""
+    engine = stack_engine(stage, dtype=dtype)
+    name, result = "blocks.1.up.weight", {}
+    weight, frozen = engine.module.get_parameter(name), nn.Parameter(torch.ones(3))
+    result["nobody's"] = [zero.safe_get_full_fp32_param(frozen), zero.safe_get_local_grad(frozen)]
+    result["too early"] = [
+        zero.safe_get_full_grad(weight),
+        zero.safe_get_full_optimizer_state(weight, "momentum_buffer"),
+    ]
+    result["no state"] = _said(lambda: zero.safe_set_full_optimizer_state(weight, torch.ones(24, WIDTH), "exp_avg"))
+    _train(engine, rank, 1)
+    value = torch.arange(24.0 * WIDTH).view(24, WIDTH) / 512
+    zero.safe_set_full_fp32_param(weight, value)
+    zero.safe_set_full_optimizer_state(weight, value + 1, "momentum_buffer")
+    result["master"] = torch.equal(zero.safe_get_full_fp32_param(weight), value)
+    result["state"] = torch.equal(zero.safe_get_full_optimizer_state(weight, "momentum_buffer"), value + 1)
+    shown = gathered(engine.module)[name]
+    result["shown"] = torch.equal(shown, value.to(shown.dtype))
+    part = zero.safe_get_local_fp32_param(weight)
+    result["parts"] = part.numel()
+    zero.safe_set_local_fp32_param(weight, part + 1)
+    zero.safe_set_local_optimizer_state(weight, torch.zeros_like(part), "momentum_buffer")
+    result["local master"] = torch.equal(zero.safe_get_full_fp32_param(weight), value + 1)
+    result["local state"] = bool((zero.safe_get_full_optimizer_state(weight, "momentum_buffer") == 0).all())
+    engine.backward(loss_of(engine, Spot(3, rank, 0)))
+    for other in engine.module.parameters():
+        if other is not weight:
+            zero.safe_set_local_grad(other, torch.zeros_like(zero.safe_get_local_grad(other)))
+    zero.safe_update_full_grad_vectorized([weight], lambda grad, p: torch.full_like(grad, 0.5))
+    grads = full_grads(engine.module)
+    result["grad"] = [float(grads[name].min()), float(grads[name].max()), float(flat(grads).norm())]
+    engine.step()
+    result["norm"] = engine.get_global_grad_norm()
+    result["step"] = distance(masters(engine.module)[name], value + 1 - SGD["lr"] * 0.5)
+    result["shape"] = _said(lambda: zero.safe_set_full_fp32_param(weight, value.T))
+    return result
+
+
+# ---- leaves
+
+
+class Experts(nn.Module):
+    """Routes everything to one expert, another one on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + self.experts[which](x)
+
+
+class Mixture(nn.Module):
+    """Two such layers, called by name so that no block holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first, self.second = nn.Linear(WIDTH, WIDTH), Experts(), Experts()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.head(self.second(self.first(self.stem(x), which), 3 - which))
+
+
+class Mixing(Scenario):
+    def build(self) -> nn.Module:
+        return Mixture()
+
+
+def experts(rank: int, world: int, *, stage: int, how: str) -> dict[str, Tensor]:
+    """Weights after three steps in which ranks used different experts. fp64 truth is made of stage 0."""
+    model, config = build(Mixing()), _config(stage)
+    zero_section = config["zero_optimization"]
+    if how == "marked":
+        assert len(zero.set_z3_leaf_modules(model, [Experts])) == 2
+        assert zero.get_z3_leaf_modules(model) == [model.first, model.second]
+    elif how == "config":
+        zero_section["leaf_module"] = {"classes": "Experts"}
+    engine = zrun_runtime.initialize(model=model, config=config)[0]
+    for step in range(3):
+        features, classes = Plain().batch(Spot(step, rank, 0))
+        engine.backward(F.cross_entropy(engine(features, (rank + step) % 4), classes))
+        engine.step()
+    return gathered(engine.module)
+
+
+def taken_over(rank: int, world: int, *, stage: int) -> tuple[str, bool]:
+    """A second engine over a model whose first engine lives, and over one whose first engine was destroyed."""
+    engine = stack_engine(stage)
+    _train(engine, rank, 1)
+    wanted = gathered(engine.module)
+    said = _said(lambda: zrun_runtime.initialize(model=engine.module, config=_config(3))) if stage == 3 else ""
+    engine.destroy()
+    engine.destroy()
+    again = zrun_runtime.initialize(model=engine.module, config=_config(stage))[0]
+    found = gathered(again.module)
+    same = all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return said, same and distance(flat(_train(again, rank)), flat(wanted)) > 0

@@ -1,0 +1,168 @@
+"""Parameters that are sharded one by one while a model is built, before there is an engine (`zero.Init`).
+
+[Note: early shards]
+A module's parameters are sharded when the module becomes a child of another one, for then its construction is over;
+those of the outermost modules at the end of the context. Torch tells of both through its registration hooks, so no
+class is patched. What reads or writes a placeholder inside the context (an initialisation after construction, a copy)
+borrows it: the values are gathered on every rank, and put back, with rank 0's edits, when something else is borrowed or
+registered. `initialize` takes the values over group by group, so the peak is a rank's share and two groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zrun_runtime.collectives import Collectives
+from zrun_runtime.flat_group import FlatGroup, GroupSpec
+from zrun_runtime.plan import StatePlan
+from zrun_runtime.sharded_parameter import call_number
+
+_ATTRIBUTE = "_zrun_early"  # of a parameter: its EarlyShard; it lives exactly as long as the parameter
+_BORROWED_AT_ONCE = 16
+
+
+class EarlyShard:
+    """One parameter's shard. It is what `GatheredParameters` needs a home of parameters to be."""
+
+    def __init__(self, parameter: nn.Parameter, label: str, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.pins = 0
+        spec = GroupSpec(label, (label,), (parameter,), None)
+        self.group = FlatGroup(spec, StatePlan.most_sharded(), collectives, self)
+
+    def recall(self, parameter: nn.Parameter) -> bool:
+        """Inside a `zero.Init` the values can be borrowed."""
+        return Building.active is not None and Building.active.borrow(self)
+
+    def give_up(self, parameter: nn.Parameter) -> Tensor:
+        """The full values; from now on the parameter is someone else's."""
+        self.group.unshard()
+        delattr(parameter, _ATTRIBUTE)
+        return parameter.detach()
+
+    def pin(self, groups: Sequence[FlatGroup]) -> None:
+        """Unshard until `unpin`."""
+        if Building.active is not None:
+            Building.active.give_back()
+        self.pins += 1
+        self.group.unshard()
+
+    def unpin(self, groups: Sequence[FlatGroup]) -> None:
+        """The user is done with it."""
+        self.pins -= 1
+        if not self.pins:
+            self.group.reshard(leave_aliases=True)
+
+
+def early_shard(parameter: Any) -> EarlyShard | None:
+    """The early shard of a parameter, if it has one."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def shard_early(parameter: nn.Parameter, label: str, collectives: Collectives, dtype: torch.dtype | None) -> None:
+    """Leave this rank its slice of rank 0's values. What cannot be sharded is left alone. A collective."""
+    plain = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
+    if not plain or parameter.is_meta or not parameter.numel() or early_shard(parameter) is not None:
+        return
+    parameter.data = parameter.data.to(collectives.world.device, dtype)
+    setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, label, collectives))
+
+
+def recast_early(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Keep the slice of an early parameter in another dtype. A collective."""
+    shard = early_shard(parameter)
+    if shard is not None and parameter.dtype is not dtype:
+        parameter.data = shard.give_up(parameter).to(dtype)
+        setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, shard.group.spec.label, shard.collectives))
+
+
+class Building:
+    """What is under construction inside `zero.Init`; see [Note: early shards]."""
+
+    active: Building | None = None
+
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None) -> None:
+        self.collectives, self.dtype = collectives, dtype
+        self._waiting: dict[nn.Module, None] = {}  # have parameters that are not sharded yet
+        self._borrowed: dict[EarlyShard, int] = {}  # -> the number of the call that borrowed it last
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Shard what is built inside."""
+        outer, Building.active = Building.active, self
+        self._handles = [
+            register_module_parameter_registration_hook(self._on_parameter),
+            register_module_module_registration_hook(self._on_child),
+        ]
+        try:
+            yield
+            self.finish()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            for shard in self._borrowed:
+                shard.group.reshard()
+            Building.active = outer
+
+    def finish(self) -> None:
+        """Shard what still waits."""
+        self.give_back()
+        for module in list(self._waiting):
+            self.shard(module)
+
+    def shard(self, module: nn.Module) -> None:
+        """Shard every parameter in a module."""
+        for name, parameter in module.named_parameters():
+            label = f"{type(module).__name__}.{name} (made in zero.Init; give its model to initialize() first)"
+            shard_early(parameter, label, self.collectives, self.dtype)
+        for part in module.modules():
+            self._waiting.pop(part, None)
+
+    def borrow(self, shard: EarlyShard) -> bool:
+        """Gather the values of one parameter for the call under way, and put back what earlier calls left."""
+        if len(self._borrowed) >= _BORROWED_AT_ONCE:
+            self.give_back(before=call_number())
+        self._borrowed[shard] = call_number()
+        shard.group.unshard()
+        return True
+
+    def give_back(self, before: int | None = None) -> None:
+        """Take rank 0's values of what was borrowed (before a call of this number) and shard it again."""
+        for shard, number in list(self._borrowed.items()):
+            if before is None or number < before:
+                del self._borrowed[shard]
+                if not shard.pins:
+                    shard.group.store(source=0)
+                    shard.group.reshard(leave_aliases=True)
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if Building.active is self and parameter is not None:
+            self.give_back()
+            if early_shard(parameter) is None:
+                self._waiting[module] = None
+
+    def _on_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if Building.active is self and child is not None:
+            self.shard(child)
+
+
+@contextmanager
+def not_building() -> Iterator[None]:
+    """Modules made and joined inside are nobody's business."""
+    outer, Building.active = Building.active, None
+    if outer is not None:
+        outer.give_back()
+    try:
+        yield
+    finally:
+        Building.active = outer

@@ -1,0 +1,53 @@
+"""GatheredParameters: whole values of sharded parameters for a while, to read and to edit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from zrun_runtime.flat_group import FlatGroup
+from zrun_runtime.zero.homes import Place, place_of
+
+
+class GatheredParameters:
+    """Full values of parameters inside the context; edits made inside reach shards and master weights.
+
+    A collective: every rank enters and leaves with the same parameters, in any order. The values of `modifier_rank`
+    become everybody's. Without one, rank 0's do if any rank edited one. What no engine and no `zero.Init` manages
+    (buffers, plain parameters) is left alone.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        wanted = [params] if isinstance(params, Tensor) else list(params)
+        self.source = modifier_rank or 0
+        self.forced = modifier_rank is not None
+        found = [place_of(parameter) for parameter in wanted] if enabled else []
+        # Callers pass sets, whose order differs between ranks; tickets are the same everywhere.
+        self.places = sorted({p.group: p for p in found if p is not None}.values(), key=lambda p: p.group.ticket)
+        self._versions: dict[FlatGroup, list[int]] = {}
+
+    def __enter__(self) -> None:
+        for place in self.places:
+            place.holder.pin([place.group])
+            self._versions[place.group] = _versions(place)
+
+    def __exit__(self, *error: Any) -> None:
+        for place in self.places:
+            if error[0] is None:
+                edited = self.forced or _versions(place) != self._versions[place.group] or place.group.edited()
+                heard = place.collectives.exchange(place.group.ticket, (float(edited),)).wait()
+                if bool(heard[:, 0].any()):
+                    place.group.store(self.source)
+            place.holder.unpin([place.group])
+
+
+def _versions(place: Place) -> list[int]:
+    return [p._version for p in place.group.spec.parameters]

@@ -1,0 +1,76 @@
+"""zero.Init: a model that never exists in full on any rank, not even while it is built."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_runtime.collectives import Collectives
+from zrun_runtime.config import Config, load_config
+from zrun_runtime.distributed import current_world
+from zrun_runtime.early import Building
+from zrun_runtime.precision import DtypePolicy
+from zrun_runtime.telemetry import notice
+
+
+class Init:
+    """Shard parameters as the modules inside the context are built; `initialize` takes them over.
+
+    Every rank gets slices of rank 0's values, whatever its own seed. Initialising again works inside the context as it
+    does outside; after it, `GatheredParameters` is the way. `module` is sharded at once, without a context.
+    The arguments are those of `deepspeed.zero.Init`; what is not named below has no effect.
+
+    Args:
+        module: an existing module to shard.
+        config_dict_or_path: its precision is what parameters are cast to.
+        enabled: False makes it do nothing.
+        dtype: what parameters are cast to, whatever the config says.
+        remote_device: slices stay on the training device, wherever this says; a note tells of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        self._building: Building | None = None
+        self._stack = ExitStack()
+        if not enabled:
+            return
+        world = current_world()
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if dtype is None and source is not None:
+            dtype = _dtype(load_config(source, world_size=world.size, defer=True))
+        if remote_device not in (None, "none") and world.rank == 0:
+            notice("info", f"zero.Init: remote_device={remote_device} is not built yet: slices stay on {world.device}")
+        self._building = Building(Collectives(world), dtype)
+        if module is not None:
+            self._building.shard(module)
+
+    def __enter__(self) -> None:
+        if self._building is not None:
+            self._stack.enter_context(self._building.watch())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _dtype(config: Config) -> torch.dtype | None:
+    return DtypePolicy.from_config(config).param_dtype

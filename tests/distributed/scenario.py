@@ -82,6 +82,7 @@ class Scenario:
 
     name: ClassVar[str] = ""
     tolerance: ClassVar[float] = 1e-5  # norm-relative; only rounding of 16-bit parameters is a reason for more
+    stages: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
     hyper: ClassVar[dict[str, dict[str, Any]]] = {}  # optimizer -> what differs from the recipe's
 
     def __init_subclass__(cls) -> None:

@@ -107,8 +107,9 @@ def test_ranks_that_enter_different_modules_are_told(
         assert "blocks." in said
 
 
-def test_a_rank_that_skips_a_backward_is_told(world: Worlds) -> None:
-    results = world(2).run(traps.one_skips_the_backward, timeout=60, last=True)
+@pytest.mark.parametrize("case", (traps.one_skips_the_backward, traps.one_raises))
+def test_a_rank_that_goes_on_alone_is_told(case: Callable[..., Any], world: Worlds) -> None:
+    results = world(2).run(case, timeout=60, last=True)
     assert [kind for kind, _ in results] == ["RanksDivergedError"] * 2
     assert all("rank 1" in said for _, said in results)
 

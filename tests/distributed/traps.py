@@ -321,6 +321,23 @@ def one_skips_the_backward(rank: int, world: int) -> tuple[str, str]:
     return "", "no error"
 
 
+def one_raises(rank: int, world: int) -> tuple[str, str]:
+    """The last rank meets an exception inside its second block, skips the batch and goes on; the others don't."""
+    engine = make_engine(Breaking(), 3, Recipe())
+    try:
+        for step in range(2):
+            features = torch.ones(2, WIDTH)
+            try:
+                output = engine(features, "forward" if rank == world - 1 and step == 0 else "")
+            except Boom:
+                continue
+            engine.backward(output.sum())
+            engine.step()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
 # ---- what goes wrong inside a step
 
 

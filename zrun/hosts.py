@@ -16,7 +16,7 @@ from zrun.slurm import hosts_of_allocation
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _YAML_ENDINGS = (".yaml", ".yml")
-_YAML_BEGIN = re.compile(r"(?:[ \t]*(?:#.*)?\r?\n)*(?:---|hosts[ \t]*:[ \t]*(?:[#{\[].*)?$)", re.MULTILINE)
+_YAML_BEGIN = re.compile(r"(?:[ \t]*(?:#.*)?\r?\n)*(?:---|hosts[ \t]*:[ \t\r]*(?:[#{\[].*)?$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

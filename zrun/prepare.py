@@ -38,7 +38,6 @@ class Job:
     remarks: tuple[tuple[str, str], ...]  # level and sentence
     port: ClaimedPort
     here: tuple[bool, ...] = ()  # one a host: whether it is this machine, and needs no SSH
-    device_is_guessed: bool = False  # from this machine: nobody asked for one, and nobody has looked at the other hosts
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     )
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)
-    return Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here, places.device_is_guessed)
+    return Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here)
 
 
 def _share(first: JobSpec, places: _Places, elsewhere: dict[str, str]) -> tuple[JobSpec, ...]:
@@ -138,7 +137,6 @@ class _Places:
     here: tuple[bool, ...]  # of each host, whether it is this machine
     device: str
     backend: str
-    device_is_guessed: bool
 
     @property
     def master_addr(self) -> str:
@@ -174,8 +172,7 @@ def _place(
     if device == "cuda":
         hosts = give_devices(hosts, here, gpus.visible)
         _remark_visible(environ.get("CUDA_VISIBLE_DEVICES"), config, here, remarks)
-    guessed = config.device == "auto" and config.backend == "auto" and not all(here)
-    return _Places(hosts, here, device, backend, guessed)
+    return _Places(hosts, here, device, backend)
 
 
 def _remark_visible(

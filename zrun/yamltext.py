@@ -38,8 +38,8 @@ def parse_yaml(text: str, name: str) -> Item:
         UsageError: naming the place, if it is not YAML, a key is there twice or no plain word, or there is more than
             one document.
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         return _Reader(loader, name).read(node, 0) if node is not None else Item(None, "", f"{name}:1:1")
     except yaml.MarkedYAMLError as error:
@@ -48,8 +48,6 @@ def parse_yaml(text: str, name: str) -> Item:
         raise UsageError(f"{where}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
-    finally:
-        loader.dispose()
 
 
 class _Reader:

@@ -224,12 +224,21 @@ def test_a_port_that_is_taken(tmp_path):
         (["--local_rank_arg", "x", "script.py"], ["local_rank_arg"]),
         (["--grace", "-1", "script.py"], ["grace"]),
         (["--log_dir", "script.py/logs", "script.py"], ["script.py/logs"]),
+        (["--hostfile", "none", "script.py"], ["no hostfile none"]),
+        (["--hostfile", "mpi", "script.py"], ["mpi:2:1", "b:2", "b slots=2"]),
+        (["--hostfile", "hosts", "--include", "node1:9", "script.py"], ["node1", "slot 9", "hosts:2:1", "0-3"]),
+        (["--hostfile", "hosts", "--num_gpus", "5", "script.py"], ["--num_gpus 5", "slots=4"]),
+        (["--num_nodes", "2", "--num_gpus", "4", "script.py"], ["--num_nodes 2", "only this machine", "--hostfile"]),
+        (["--include", "a", "--exclude", "b", "script.py"], ["--include", "--exclude"]),
+        (["--profile", "profile.yaml", "script.py"], ["profile.yaml:1:10", "num_gpus?"]),
     ],
 )
 def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
     (tmp_path / "script.py").write_text("")
     (tmp_path / "bad").write_text("A=1\nwhat is this\n")
     (tmp_path / "hosts").write_text("# my machines\nnode1 slots=4\n")
+    (tmp_path / "mpi").write_text("a slots=1\nb:2\n")
+    (tmp_path / "profile.yaml").write_text("num_gpu: 2\n")
     (tmp_path / "shell").write_text("#!/bin/bash\necho\n")
     (tmp_path / "directory").mkdir()
     with command(tmp_path, *arguments, environ={"CUDA_VISIBLE_DEVICES": ""}) as run:
@@ -244,6 +253,26 @@ def test_the_rank_table(tmp_path):
         assert run.wait() == 0
         rows = [line.split() for line in run.out.splitlines()[-3:]]
         assert rows == [[str(i), "localhost", "0", str(i), "cpu"] for i in range(3)]
+
+
+def test_the_rank_table_of_many_hosts(tmp_path):
+    (tmp_path / "h").write_text("n[1-2] slots=2 max_slots=4\nme@fd00::1 slots=1\n")
+    options = ["--hostfile", "h", "--exclude", "n2:0", "--dry_run", *CPU]
+    with job(tmp_path, "raise SystemExit(1)", *options) as run:
+        assert run.wait() == 0
+        rows = [line.split() for line in run.out.splitlines()[-4:]]
+        expected = [("n1", "0", "0"), ("n1", "0", "1"), ("n2", "1", "0"), ("fd00::1", "2", "0")]
+        assert rows == [[str(rank), *place, "cpu"] for rank, place in enumerate(expected)]
+        assert "max_slots" in run.err
+
+
+def test_a_hostfile_of_this_machine_needs_no_ssh(tmp_path):
+    (tmp_path / "h").write_text("localhost slots=2\n")
+    (tmp_path / ".deepspeed_env").write_text("# for all\nA='x y'\n")
+    with job(tmp_path, TELL, "--hostfile", "h", *CPU) as run:
+        assert run.wait() == 0
+        assert [told(tmp_path, rank)["env"]["A"] for rank in (0, 1)] == ["x y", "x y"]
+        assert ".deepspeed_env sets A" in run.out
 
 
 def test_help_and_version(tmp_path):

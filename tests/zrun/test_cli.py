@@ -50,6 +50,10 @@ def test_nothing_is_the_smoke_job(read):
 @pytest.mark.parametrize(
     ("words", "fields"),
     [
+        (["--hostfile", "h", "--num-nodes", "2"], {"hostfile": "h", "num_nodes": 2}),
+        (["-H", "h", "-i", "a:0,2@b"], {"hostfile": "h", "include": "a:0,2@b"}),
+        (["--include=a"], {"include": "a"}),
+        (["-e", "a"], {"exclude": "a"}),
         (["--num_gpus", "2"], {"num_gpus": 2}),
         (["--num-gpus=2"], {"num_gpus": 2}),
         (["--num_accelerators", "2"], {"num_gpus": 2}),
@@ -97,6 +101,7 @@ def test_whatever_follows_the_script_is_the_scripts(read):
     ("words", "said"),
     [
         (["--num_gpus", "0", "x"], "num_gpus"),
+        (["--num_nodes", "0", "x"], "num_nodes"),
         (["--num_gpus", "two", "x"], "two"),
         (["--num_gpus"], "num_gpus"),
         (["--numgpus", "2", "x"], "--num_gpus"),

@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from zrun.environment import looks_secret, parse_env_file, read_assignment, worker_environment
+from zrun.environment import (
+    check_spelling,
+    looks_secret,
+    parse_env_file,
+    read_assignment,
+    travelling,
+    worker_environment,
+)
 from zrun.errors import UsageError
 from zrun.job import JobSpec
 
@@ -117,3 +124,17 @@ def test_env_files(line, value):
 def test_wrong_env_files_name_the_line(text, where):
     with pytest.raises(UsageError, match=where):
         parse_env_file(text, "f")
+
+
+def test_a_file_may_be_read_with_names_that_zrun_sets():
+    assert parse_env_file("RANK=1", "f", check_spelling) == {"RANK": "1"}
+    with pytest.raises(UsageError, match="f:1"):
+        parse_env_file("1A=1", "f", check_spelling)
+
+
+def test_what_travels_to_other_hosts():
+    goes = ["NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_CACHE_PATH", "HF_HOME"]
+    goes += ["OMP_NUM_THREADS", "PYTHONPATH", "TRANSFORMERS_X", "WANDB_API_KEY", "MLFLOW_RUN_ID", "UCX_TLS", "MV2_X"]
+    stays = ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PATH", "HOME", "LD_LIBRARY_PATH", "SSH_AUTH_SOCK", "RANK"]
+    stays += ["MASTER_ADDR", "SLURM_JOB_ID", "ZRUN_JOB_ID", "MY_TORCH"]
+    assert travelling(dict.fromkeys(goes + stays, "x")) == dict.fromkeys(goes, "x")

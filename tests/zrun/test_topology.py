@@ -4,7 +4,7 @@ import pytest
 
 from zrun.errors import UsageError
 from zrun.hostfile import Host
-from zrun.topology import assign_ranks, rank_table
+from zrun.topology import assign_ranks, give_devices, rank_table
 
 
 def test_ranks_follow_hosts_then_slots():
@@ -33,3 +33,14 @@ def test_the_table_has_a_row_a_rank():
     assert lines[0].split() == ["rank", "host", "node", "local", "rank", "device"]
     assert lines[1].split() == ["0", "long-name", "0", "0", "cpu"]
     assert lines[2].index("b") == lines[1].index("long-name")
+
+
+def test_a_slot_is_a_device_and_here_one_of_those_that_are_visible():
+    hosts = [Host("here", 2, picked=(0, 2)), Host("there", 2, picked=(1, 3)), Host("all", 2)]
+    given = give_devices(hosts, [True, False, False], ["4", "GPU-5", "MIG-6"])
+    assert [host.devices for host in given] == [("4", "MIG-6"), ("1", "3"), ("0", "1")]
+
+
+def test_a_slot_here_without_a_device():
+    with pytest.raises(UsageError, match=r"here \(h:3:1\) .* slot 2: it has 2"):
+        give_devices([Host("here", 3, where="h:3:1")], [True], ["4", "5"])

@@ -181,6 +181,8 @@ class Agent:
                 self._stop(command.number or signal.SIGTERM, command.grace)
             elif command.name == "kill":
                 self._stop(signal.SIGKILL, 0.0)
+            elif command.name == "beat":
+                self._outbox.put(events.AgentAlive())
             elif command.name == "keep":
                 self._keep_output = True
             elif command.name == "signal":

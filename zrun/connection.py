@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from zrun.errors import HostLostError, ProtocolError, ZrunError
-from zrun.events import MAX_LINE_BYTES, PROTOCOL, Event, decode
+from zrun.events import MAX_LINE_BYTES, PROTOCOL, AgentAlive, Event, decode
 from zrun.hostfile import Host
 from zrun.job import JobSpec
 from zrun.transport.base import AgentEnd, Link, Transport
@@ -62,6 +63,8 @@ class Connection:
         self.spec = spec
         self.greeted = False
         self.closed = False  # set by the supervisor, when it has heard of it
+        self.silent = False  # set by the supervisor: nothing will be heard of it any more
+        self.heard_at = time.monotonic()
         self._host = host
         self._transport = transport
         self._queue = queue
@@ -99,7 +102,7 @@ class Connection:
 
     def end(self, timeout: float) -> AgentEnd:
         """Waits until the agent and its keeper are gone."""
-        return self._link.end(timeout) if self._link is not None else AgentEnd(None, "")
+        return self._link.end(0.0 if self.silent else timeout) if self._link is not None else AgentEnd(None, "")
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class Connection:
         if not self._cancelled:
             link.send(self.spec.to_line())
             greet(link)
+            self.heard_at = time.monotonic()
             self.greeted = True
         with self._lock:
             self._told = True
@@ -132,7 +136,10 @@ class Connection:
                 if len(line) > MAX_LINE_BYTES:
                     raise ProtocolError(f"its agent said a line of more than {MAX_LINE_BYTES} bytes")
                 return  # killed in the middle of a line
-            self._put(decode(line))
+            self.heard_at = time.monotonic()
+            event = decode(line)
+            if not isinstance(event, AgentAlive):
+                self._put(event)
 
     def _put(self, event: Event) -> None:
         self._room.acquire()

@@ -83,6 +83,13 @@ class Notice(Event):
 
 
 @dataclass(frozen=True)
+class AgentAlive(Event):
+    """The answer to a heartbeat."""
+
+    kind: ClassVar[str] = "alive"
+
+
+@dataclass(frozen=True)
 class WorkerStarted(Event):
     kind: ClassVar[str] = "worker_started"
     rank: int
@@ -155,6 +162,7 @@ KINDS: dict[str, type[Event]] = {
         StepDone,
         MemoryUsed,
         Notice,
+        AgentAlive,
         WorkerStarted,
         WorkerOutput,
         OutputDropped,

@@ -12,6 +12,7 @@ from zrun.errors import HostLostError, ZrunError
 from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerStarted
 from zrun.job import FailureReport, JobSpec
 from zrun.outputs import likeness
+from zrun.stall import stall_report
 from zrun.transport.base import AgentEnd
 
 
@@ -53,6 +54,7 @@ class Outcome:
         self.hosts = [HostState(spec) for spec in specs]
         self.interrupted_by: int | None = None  # the signal that ended the launcher
         self._first: HostState | None = None  # the host on which something went wrong first
+        self._silent_seconds: float | None = None  # all ranks were, and were ended for it
 
     @property
     def failed(self) -> bool:
@@ -88,6 +90,12 @@ class Outcome:
         if not self.failed:
             self.interrupted_by = number
 
+    def stall(self, seconds: float) -> None:
+        """All ranks were silent; what they are ended with shows their stacks."""
+        if not self.failed:
+            self._silent_seconds = seconds
+            self._first = self.hosts[0]
+
     def _blame(self, host: HostState) -> None:
         if not self.failed:
             self._first = host
@@ -107,6 +115,9 @@ class Outcome:
         host = self._first
         if host is None:
             return None
+        if self._silent_seconds is not None:
+            exits = [(h.spec.host, e, h.log_dirs.get(e.rank, "")) for h in self.hosts for e in h.exits.values()]
+            return stall_report(self._silent_seconds, exits)
         if host.failures:
             return self._worker_report(host, min(host.failures, key=lambda e: e.at))
         report = _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)

@@ -9,7 +9,7 @@ import queue
 import pytest
 
 from tests.zrun.test_feed import Recorder
-from zrun import supervisor as supervising
+from zrun import attempt as attempting
 from zrun.errors import HostLostError
 from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerOutput, encode
 from zrun.hostfile import Host
@@ -158,13 +158,13 @@ def test_another_greeting_is_refused(greeting, words):
 
 
 def test_an_agent_that_does_not_start_in_time(monkeypatch):
-    monkeypatch.setattr(supervising, "GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(attempting, "GREETING_SECONDS", 0.3)
     code, console = run(a=FakeAgent([], [], AgentEnd(None, "")))
     assert code == 4 and "not started" in failure_of(console).message
 
 
 def test_an_agent_that_does_not_end_in_time(monkeypatch):
-    monkeypatch.setattr(supervising, "_CLEANUP_SECONDS", 0.3)
+    monkeypatch.setattr(attempting, "_CLEANUP_SECONDS", 0.3)
     deaf = agent()
     code, console = run(grace=0.2, a=agent(done(0, 9), AgentDone(), b""), b=deaf)
     assert (code, failure_of(console).rank) == (9, 0)

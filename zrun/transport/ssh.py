@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
+from queue import SimpleQueue
 
 import paramiko
 
@@ -33,12 +34,15 @@ class SshLink:
     def __init__(self, session: Session, channel: paramiko.Channel) -> None:
         self._session = session
         self._channel = channel
-        self._sending = threading.Lock()
+        self._lock = threading.Lock()
         self._hung_up = False
+        self._unsent: SimpleQueue[bytes | None] = SimpleQueue()
+        self._sending_failed: HostLostError | None = None
         self._rest = b""  # received, not yet asked for
         self._tail = b""
         self._listener = threading.Thread(target=self._listen, name="agent-stderr", daemon=True)
         self._listener.start()
+        threading.Thread(target=self._write, name="agent-stdin", daemon=True).start()
 
     @property
     def peer(self) -> str:
@@ -46,15 +50,13 @@ class SshLink:
         return self._session.peer
 
     def send(self, line: bytes) -> None:
-        with self._sending:
+        """Never waits: a thread writes, since a connection may stand still for long before it is known to be dead."""
+        with self._lock:
             if self._hung_up:
                 raise HostLostError("the line to its agent is closed")
-            try:
-                self._channel.sendall(line)
-            except TimeoutError:
-                raise HostLostError("its agent does not read what it is told") from None
-            except (OSError, EOFError, paramiko.SSHException):
-                raise self._lost() from None
+            if self._sending_failed is not None:
+                raise self._sending_failed
+            self._unsent.put(line)
 
     def receive(self, limit: int) -> bytes:
         while b"\n" not in self._rest[:limit] and len(self._rest) < limit:
@@ -72,13 +74,10 @@ class SshLink:
         return line
 
     def hang_up(self) -> None:
-        with self._sending:
+        with self._lock:
             if not self._hung_up:
                 self._hung_up = True
-                try:
-                    self._channel.shutdown_write()
-                except (OSError, EOFError):
-                    pass  # the connection is gone already
+                self._unsent.put(None)
 
     def end(self, timeout: float) -> AgentEnd:
         self.hang_up()
@@ -97,6 +96,16 @@ class SshLink:
         problem = self._session.transport.get_exception()
         words = f": {problem}" if problem is not None and str(problem) else ""
         return HostLostError(f"the SSH connection to {self._session.target} was cut{words}")
+
+    def _write(self) -> None:
+        try:
+            while (line := self._unsent.get()) is not None:
+                self._channel.sendall(line)
+            self._channel.shutdown_write()
+        except TimeoutError:
+            self._sending_failed = HostLostError("its agent does not read what it is told")
+        except (OSError, EOFError, paramiko.SSHException):
+            self._sending_failed = self._lost()
 
     def _listen(self) -> None:
         while True:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from zrun_runtime.errors import ConfigError, EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, is_dense
+from zrun_runtime.layout import Layout, round_up
+from zrun_runtime.optimizers import OWN, Lamb, require_elementwise
 
 ParamGroups = list[dict[str, Any]]
 
@@ -46,12 +48,12 @@ def group_numbers(groups: ParamGroups) -> dict[int, int]:
 
 
 def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> torch.optim.Optimizer:
-    """The torch.optim class `kind` on these groups, fused where it can be.
+    """The class `kind`, ours or of torch.optim, on these groups, fused where it can be.
 
     Raises:
         ConfigError: no such class, or it does not take these options.
     """
-    factory = getattr(torch.optim, kind, None)
+    factory = OWN.get(kind) or getattr(torch.optim, kind, None)
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.type: {kind!r} is not an optimizer of torch.optim")
     if "fused" in inspect.signature(factory).parameters and "foreach" not in options:
@@ -59,7 +61,7 @@ def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> 
     try:
         return factory(groups, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.params: torch.optim.{kind} refuses them: {error}") from error
+        raise ConfigError(f"optimizer.params: {kind} refuses them: {error}") from error
 
 
 class ShardedOptimizer:
@@ -67,6 +69,7 @@ class ShardedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
         _refuse_strangers(optimizer, groups)
+        require_elementwise(optimizer)
         self.optimizer = optimizer
         self.adopt(groups)
         if _refuse_direct_step not in optimizer._optimizer_step_pre_hooks.values():
@@ -75,6 +78,8 @@ class ShardedOptimizer:
     def adopt(self, groups: Sequence[FlatGroup]) -> None:
         """Put the groups' master weights where the model's parameters were; existing state moves with them."""
         self.groups = [group for group in groups if group.master is not None]
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.ratios = {g.master: FlatRatios(g) for g in self.groups if g.master is not None}
         state: dict[Any, dict[str, Any]] = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for number, options in enumerate(self.optimizer.param_groups):
@@ -186,3 +191,31 @@ def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str
                 flat = flat.as_strided((flat.numel(),), (1,)) if is_dense(flat) else flat.reshape(-1)
                 whole[first:last] = flat[first - offset : last - offset]
     return sharded
+
+
+class FlatRatios:
+    """The norms that LAMB wants of whole parameters, of which a rank may have a part (see optimizers.Ratios)."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.group = group
+        layout, collectives = group.layout, group.collectives
+        self.split = group.owned is not group.full and collectives.world.size > 1
+        if self.split:
+            parts = [(f.index, f.shard_offset, f.numel) for f in layout.fragments(collectives.world.rank)]
+        else:
+            parts = [(i, o, n) for i, (o, n) in enumerate(zip(layout.offsets, layout.numels, strict=True))]
+        self.parts = [(index, slice(start, start + numel)) for index, start, numel in parts]
+
+    def __call__(self, values: Tensor, update: Tensor, ratio: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Multiply each parameter's part of `update`. A collective where ranks have parts."""
+        count, world = len(self.group.layout.numels), self.group.collectives.world
+        squares = torch.zeros(round_up(2 * count, world.size), dtype=torch.float64, device=values.device)
+        for index, part in self.parts:
+            squares[index] = values[part].double().square().sum()
+            squares[count + index] = update[part].double().square().sum()
+        if self.split:
+            self.group.collectives.reduce(squares, Layout.REPLICATED, squares).wait()
+        norms = squares.sqrt()
+        ratios = ratio(norms[:count], norms[count : 2 * count]).to(update.dtype)
+        for index, part in self.parts:
+            update[part].mul_(ratios[index])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import zrun_runtime
+from zrun_runtime.optimizers import OWN, Lion
 
 from .compare import distance, flat
 from .scenario import WIDTH, Recipe, Spot, build
@@ -195,3 +196,72 @@ def compiled(rank: int, world: int, *, stage: int) -> tuple[str, bool]:
             one.backward(loss_of(one, Spot(step, rank, 0)))
             one.step()
     return said, distance(flat(gathered(engine.module)), flat(gathered(plain.module))) < 1e-6
+
+
+def mean_gradients(model: Any, step: int, world: int) -> None:
+    """Put the gradients that all ranks would agree on into a plain model."""
+    model.zero_grad()
+    for rank in range(world):
+        features, classes = Plain().batch(Spot(step, rank, 0))
+        (torch.nn.functional.cross_entropy(model(features), classes) / world).backward()
+
+
+def optimizers_against_torch(
+    rank: int, world: int, *, stage: int, kinds: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, tuple[str, float]]:
+    """By label: the class that a config's optimizer became, and how far it ends up from plain torch on one process."""
+    found = {}
+    for label, (kind, params) in kinds.items():
+        config = {**make_config(stage, Recipe(), {}), "optimizer": {"type": kind, "params": params}}
+        engine = zrun_runtime.initialize(model=build(Plain()), config=config)[0]
+        plain = build(Plain())
+        settings = engine.settings.optimizer
+        factory = OWN.get(settings.type) or getattr(torch.optim, settings.type)
+        optimizer = factory(plain.parameters(), **settings.params)
+        start = flat({name: p.detach().clone() for name, p in plain.named_parameters()})
+        for step in range(4):
+            engine.backward(loss_of(engine, Spot(step, rank, 0)))
+            engine.step()
+            mean_gradients(plain, step, world)
+            optimizer.step()
+        wanted = flat({name: p.detach() for name, p in plain.named_parameters()}) - start
+        found[label] = settings.type, distance(flat(gathered(engine.module)) - start, wanted)
+    return found
+
+
+def clients(rank: int, world: int, *, stage: int) -> dict[str, Any]:
+    """Client optimizers and schedulers in every form; a generator of some parameters; and one that is refused."""
+    found: dict[str, Any] = {}
+    config = {key: value for key, value in make_config(stage, Recipe(), {}).items() if key != "optimizer"}
+    model = build(Plain())
+    engine, optimizer, _, scheduler = zrun_runtime.initialize(
+        model=model,
+        config=config,
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    )
+    rates = []
+    for step in range(3):
+        engine.backward(loss_of(engine, Spot(step, rank, 0)))
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    found["rates"], found["same"] = rates, scheduler.optimizer is optimizer is engine.optimizer
+    model = build(Plain())
+    mine = Lion(model.parameters(), lr=1e-2)
+    groups = mine.param_groups
+    engine, optimizer, *_ = zrun_runtime.initialize(model=model, config=config, optimizer=mine)
+    found["mine"] = optimizer is mine and optimizer.param_groups is groups
+    model = build(Plain())
+    part = (p for name, p in model.named_parameters() if name.endswith("bias"))
+    config = make_config(stage, Recipe(), {"lr": 0.1})
+    engine = zrun_runtime.initialize(model=model, config=config, model_parameters=part)[0]
+    before = gathered(engine.module)
+    engine.backward(loss_of(engine, Spot(0, rank, 0)))
+    engine.step()
+    after = gathered(engine.module)
+    found["moved"] = {name.rpartition(".")[2] for name in after if not torch.equal(after[name], before[name])}
+    model = build(Plain())
+    found["refused"] = _said(
+        lambda: zrun_runtime.initialize(model=model, config=config, optimizer=torch.optim.LBFGS(model.parameters()))
+    )
+    return found

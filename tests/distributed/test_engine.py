@@ -94,3 +94,34 @@ def test_compile_trains_the_same_or_says_why_not(stage: int, world: Worlds) -> N
         assert same
         assert ("no error" in said) == (stage < 3)
         assert stage < 3 or "compile the blocks before" in said
+
+
+DECAY = {"lr": 0.01, "weight_decay": 0.1}
+OPTIMIZERS = {
+    "Adam": ("Adam", DECAY),
+    "Adam, coupled": ("Adam", {**DECAY, "adam_w_mode": False}),
+    "AdamW": ("AdamW", DECAY),
+    "Adam of torch": ("Adam", {"lr": 0.01, "torch_adam": True}),
+    **{name: (name, DECAY) for name in ("SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Lion", "Lamb")},
+    "ASGD": ("ASGD", {"lr": 0.01}),
+    "Adadelta": ("Adadelta", {"lr": 0.5}),
+    "lamb, clamped": ("lamb", {**DECAY, "max_coeff": 0.7, "min_coeff": 0.1}),
+}
+KIND = {"Adam": "AdamW", "Adam, coupled": "Adam", "Adam of torch": "AdamW", "lamb, clamped": "Lamb"}
+
+
+@pytest.mark.parametrize(("stage", "size"), ((0, 2), (1, 2), (2, 2), (3, 2), (3, 4)))
+def test_optimizers_of_a_config_are_those_of_torch(stage: int, size: int, world: Worlds) -> None:
+    for found in world(size).run(engine_uses.optimizers_against_torch, stage=stage, kinds=OPTIMIZERS):
+        for label, (kind, far) in found.items():
+            assert kind == KIND.get(label, label)
+            assert far < 1e-2 if kind == "Lion" else far < 2e-5, f"{label} is {far} away"
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_optimizers_and_schedules_of_the_client(stage: int, world: Worlds) -> None:
+    for found in world(2).run(engine_uses.clients, stage=stage):
+        assert found["rates"] == pytest.approx([0.1 / 2, 0.1 / 3, 0.1 / 4])
+        assert found["same"] and found["mine"]
+        assert found["moved"] == {"bias"}
+        assert "LBFGS" in found["refused"] and "use AdamW" in found["refused"]

@@ -74,14 +74,29 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
         "weight_decay": _DECAY,
         "decoupled_weight_decay": Argument(flag),
     },
+    "Lion": {"lr": _RATE, "betas": argument(pair(), (0.9, 0.99)), "weight_decay": argument(number(), 0.0)},
+    "Lamb": {
+        "lr": _RATE,
+        "bias_correction": Argument(flag),
+        "betas": argument(pair(), (0.9, 0.999)),
+        "eps": argument(number(), 1e-8),
+        "weight_decay": argument(number(), 0.0),
+        "max_coeff": Argument(number()),
+        "min_coeff": Argument(number()),
+    },
+    "ASGD": {
+        "lr": argument(number(), 1e-2),
+        "lambd": Argument(number()),
+        "alpha": Argument(number()),
+        "t0": Argument(number()),
+        "weight_decay": _DECAY,
+    },
     "Adadelta": {"lr": argument(number(), 1.0), "rho": Argument(number(0, 1)), "eps": _EPS, "weight_decay": _DECAY},
 }
 
 _COMPRESSED = "sends compressed gradients, which changes the result: use AdamW"
 _WHOLE_MATRICES = "needs whole matrices, which no rank has when they are sharded: use AdamW"
 _REFUSED = {
-    "lamb": "is not supported yet: use AdamW",
-    "lion": "is not supported yet: use AdamW",
     "onebitadam": _COMPRESSED,
     "onebitlamb": _COMPRESSED,
     "zerooneadam": _COMPRESSED,

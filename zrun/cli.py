@@ -14,6 +14,7 @@ import click
 import zrun
 from zrun.cluster_options import cluster_options
 from zrun.console import make_console
+from zrun.console.only import OnlyRanks, read_ranks
 from zrun.errors import UsageError, ZrunError
 from zrun.hosts import DEFAULT_HOSTFILE
 from zrun.prepare import prepare
@@ -22,6 +23,7 @@ from zrun.settings import LaunchConfig, read_defaults, settings_table
 from zrun.topology import rank_table
 
 ENTRY_POINTS = "zrun.commands"
+OWN_COMMANDS = ("doctor", "ps", "kill")
 _COMMAND_NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")
 
 _EXAMPLES = """\b
@@ -99,6 +101,10 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     default="",
     metavar="DIR",
     help="Keep the output in DIR/rank-R/stdout and stderr. Default: a temporary directory, kept on failure.",
+)
+@click.option("--show_ranks", default="", metavar="RANKS", help="Show only the output of these ranks: 0,3-5.")
+@click.option(
+    "--bind_cores_to_rank", is_flag=True, help="Give each worker cores of its own, and as many OpenMP threads."
 )
 @click.option(
     "--grace",
@@ -187,8 +193,11 @@ def run_job(config: LaunchConfig) -> int:
         return 0
     stream = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None if it was closed; open until the end
     mode = "json" if config.json else "rich" if not config.plain and _is_terminal(stream) else "plain"
+    console = make_console(mode, stream)
+    if config.show_ranks:
+        console = OnlyRanks(console, read_ranks(config.show_ranks, job.view.world_size))
     run = Run(job, config, os.environ, cwd)
-    code = run.run(make_console(mode, stream))
+    code = run.run(console)
     if run.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
     return code
@@ -236,7 +245,7 @@ def _dispatch(words: list[str]) -> int:
     if first == "run" and (words[1:2] == ["--"] or not os.path.exists(first)):
         return _call(launch, "zrun", words[1:])
     if _COMMAND_NAME.match(first) and not os.path.exists(first):
-        command = _find_command(first)
+        command = _own_command(first) or _find_command(first)
         if command is not None:
             return _call(command, f"zrun {first}", words[1:])
     return _call(launch, "zrun", words)
@@ -245,6 +254,16 @@ def _dispatch(words: list[str]) -> int:
 def _call(command: click.Command, name: str, words: list[str]) -> int:
     result = command.main(args=words, prog_name=name, standalone_mode=False)
     return result if isinstance(result, int) else 0
+
+
+def _own_command(name: str) -> click.Command | None:
+    if name not in OWN_COMMANDS:
+        return None
+    # Here and not at the top: no launch has to wait for them.
+    from zrun import tools
+
+    command = getattr(tools, name)
+    return command if isinstance(command, click.Command) else None
 
 
 def _find_command(name: str) -> click.Command | None:

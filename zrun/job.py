@@ -33,6 +33,7 @@ class JobSpec:
     grace: float = 30.0  # seconds from TERM to KILL
     lease: float = 30.0  # seconds without a line from the launcher after which the job is ended
     log_dir: str = ""  # empty: a temporary directory, removed at success
+    bind_cores: bool = False  # each rank to cores of its own
 
     def to_line(self) -> bytes:
         """The spec as one JSON line. Undecodable bytes in arguments survive (surrogate escapes)."""

@@ -63,7 +63,9 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     command = _command(config, merged, cwd)
     places = _place(config, merged, cwd, hosts, remarks)
     ranks = assign_ranks(places.hosts)
-    port = claim_port(config.master_port) if config.master_port is not None else claim_free_port()
+    # Of another machine the port is looked at there; the one claimed here then only has a number.
+    asked = config.master_port if places.here[0] else None
+    port = claim_port(asked) if asked is not None else claim_free_port()
     first = JobSpec(
         job_id=_new_id(),
         host=places.hosts[0].name,
@@ -73,7 +75,7 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
         first_rank=0,
         local_world_size=places.hosts[0].slots,
         master_addr=config.master_addr or places.master_addr,
-        master_port=port.number,
+        master_port=config.master_port or port.number,
         device=places.device,
         backend=places.backend,
         command=command.argv,
@@ -85,6 +87,7 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
         grace=config.grace,
         lease=config.lease,
         log_dir=os.path.join(cwd, config.log_dir) if config.log_dir else "",
+        bind_cores=config.bind_cores_to_rank,
     )
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)

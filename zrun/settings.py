@@ -47,6 +47,8 @@ class LaunchConfig:
     env: tuple[str, ...] = ()  # NAME=VALUE or NAME
     env_file: tuple[str, ...] = ()
     log_dir: str = ""
+    show_ranks: str = ""  # whose output the console shows, such as 0,3-5; empty: all
+    bind_cores_to_rank: bool = False
     grace: float = 30.0  # seconds
     lease: float = 30.0  # seconds
     ssh_port: int | None = None
@@ -55,6 +57,9 @@ class LaunchConfig:
     connect_timeout: float = 20.0  # seconds
     no_preflight: bool = False
     iface: str = ""  # empty: found out
+    max_restarts: int = 0
+    min_nodes: int | None = None  # None: all
+    stall_timeout: float | None = None  # seconds; None: no limit
     dry_run: bool = False
     plain: bool = False
     json: bool = False

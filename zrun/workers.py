@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+from zrun.cores import bound
 from zrun.environment import worker_environment
 from zrun.job import JobSpec
 from zrun.spool import SpoolDirectory
@@ -70,6 +71,13 @@ def start_worker(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: d
     Raises:
         OSError: the files or pipes cannot be made, or the command cannot be run.
     """
+    if not spec.bind_cores:
+        return _start(spec, local_rank, spools, base, cores)
+    with bound(local_rank, spec.local_world_size) as threads:  # inherited, so it holds before the worker's first thread
+        return _start(spec, local_rank, spools, {"OMP_NUM_THREADS": str(threads), **base}, cores)
+
+
+def _start(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[str, str], cores: int) -> Worker:
     rank = spec.first_rank + local_rank
     streams = 2 * spec.local_world_size
     environment = worker_environment(spec, local_rank, base, cores)

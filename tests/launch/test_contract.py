@@ -230,6 +230,8 @@ def test_a_port_that_is_taken(tmp_path):
         (["--hostfile", "hosts", "--num_gpus", "5", "script.py"], ["--num_gpus 5", "slots=4"]),
         (["--num_nodes", "2", "--num_gpus", "4", "script.py"], ["--num_nodes 2", "only this machine", "--hostfile"]),
         (["--include", "a", "--exclude", "b", "script.py"], ["--include", "--exclude"]),
+        (["--show_ranks", "0,7", *CPU, "script.py"], ["--show_ranks 0,7", "no rank 7", "0-0"]),
+        (["--show_ranks", "x", *CPU, "script.py"], ["--show_ranks x", "0,3-5"]),
         (["--profile", "profile.yaml", "script.py"], ["profile.yaml:1:10", "num_gpus?"]),
     ],
 )
@@ -273,6 +275,39 @@ def test_a_hostfile_of_this_machine_needs_no_ssh(tmp_path):
         assert run.wait() == 0
         assert [told(tmp_path, rank)["env"]["A"] for rank in (0, 1)] == ["x y", "x y"]
         assert ".deepspeed_env sets A" in run.out
+
+
+def test_the_output_of_some_ranks(tmp_path):
+    script = """
+        import os, time
+        print("I am rank", os.environ["RANK"], flush=True)
+        if os.environ["RANK"] == "2":
+            time.sleep(1)
+            raise ValueError("boom")
+        time.sleep(600)
+    """
+    with job(tmp_path, script, "--num_gpus", "4", "--show_ranks", "0,3", *CPU) as run:
+        assert run.wait() == 1
+        assert "I am rank 0" in run.out and "I am rank 3" in run.out
+        assert "I am rank 1" not in run.out
+        assert "ValueError: boom" in run.out and "rank 2" in run.out  # failures are shown whosever they are
+
+
+def test_cores_of_their_own(tmp_path):
+    script = """
+        import json, os
+        with open("told" + os.environ["RANK"], "w") as file:
+            json.dump([sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]], file)
+    """
+    with job(tmp_path, script, "--num_gpus", "2", "--bind_cores_to_rank", *CPU) as run:
+        assert run.wait() == 0
+    (first, _), (second, threads) = told(tmp_path, 0), told(tmp_path, 1)
+    mine = sorted(os.sched_getaffinity(0))
+    assert sorted(first + second) == mine if len(mine) > 1 else first == second == mine
+    assert int(threads) >= 1
+    with job(tmp_path, script, "--bind_cores_to_rank", "--env", "OMP_NUM_THREADS=7", *CPU) as run:
+        assert run.wait() == 0
+    assert told(tmp_path) == [mine, "7"]
 
 
 def test_help_and_version(tmp_path):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import click
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_OPTIONS = (
+SSH_OPTIONS = (
     click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Of the SSH servers."),
     click.option("--ssh_config", default="", metavar="FILE", help="In place of ~/.ssh/config and the system's."),
     click.option(
@@ -27,13 +27,42 @@ _OPTIONS = (
         metavar="SECONDS",
         help="To reach a host and log in.",
     ),
-    click.option("--no_preflight", is_flag=True, help="Start also on hosts that differ or lack something."),
     click.option("--iface", default="", metavar="NAME", help="The network interface of all ranks. Default: found out."),
+)
+_LAUNCH_OPTIONS = (
+    *SSH_OPTIONS,
+    click.option("--no_preflight", is_flag=True, help="Start also on hosts that differ or lack something."),
+    click.option(
+        "--max_restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="N",
+        help="After a failure start the whole job again, at most N times. Workers see ZRUN_RESTART_COUNT.",
+    ),
+    click.option(
+        "--min_nodes",
+        type=click.IntRange(min=1),
+        metavar="M",
+        help="A restart goes on without hosts that stay unreachable, with M at least.",
+    ),
+    click.option(
+        "--stall_timeout",
+        type=click.FloatRange(min=1),
+        metavar="SECONDS",
+        help="When all ranks are silent for so long, show where each of them is and fail.",
+    ),
 )
 
 
-def cluster_options(command: F) -> F:
-    """Adds the options to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def with_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
+    """A decorator that adds the options to a command."""
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+cluster_options = with_options(_LAUNCH_OPTIONS)

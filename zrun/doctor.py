@@ -88,13 +88,15 @@ class Survey:
     Args:
         transport: reaches the hosts of `job`.
         cwd: of the workers.
+        before: id of the job's last attempt, of which nothing may be left.
     """
 
-    def __init__(self, job: Job, transport: Transport, config: LaunchConfig, cwd: str) -> None:
+    def __init__(self, job: Job, transport: Transport, config: LaunchConfig, cwd: str, before: str = "") -> None:
         self._job = job
         self._transport = transport
         self._config = config
         self._cwd = cwd
+        self._before = before
         self._here = job.here or (True,) * len(job.hosts)
         self._problems: list[list[Problem]] = [[] for _ in job.hosts]
         self._facts: dict[int, Facts] = {}
@@ -153,6 +155,7 @@ class Survey:
             script=config.script if runs_file and not config.no_python else "",
             program=config.script if runs_file and config.no_python else "",
             on_gpu=config.may_use_gpus,
+            before=self._before,
         )
 
     def _witness(self, i: int, answer: Answer[Facts]) -> Witness:

@@ -59,6 +59,7 @@ def judge(witnesses: Sequence[Witness], wanted: Wanted) -> list[list[Problem]]:
     script_hash = wanted.script_hash or first.facts.script_hash
     return [
         [
+            *_leftovers(witness.facts),
             *_versions(witness.facts, first),
             *_places(witness.facts, wanted.script, script_hash),
             *(_devices(witness) if on_gpu else ()),
@@ -67,6 +68,12 @@ def judge(witnesses: Sequence[Witness], wanted: Wanted) -> list[list[Problem]]:
         ]
         for witness in witnesses
     ]
+
+
+def _leftovers(facts: Facts) -> list[Problem]:
+    if not facts.left:
+        return []
+    return [Problem(f"{facts.left} processes of the last attempt are still there", "they end by themselves")]
 
 
 def _versions(facts: Facts, first: Witness) -> list[Problem]:

@@ -35,6 +35,7 @@ class Look:
     script: str = ""  # a file seen from there; empty: none
     program: str = ""  # a program, looked for on PATH; empty: none
     on_gpu: bool = False
+    before: str = ""  # id of a job that should have ended
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Facts:
     reached_at: str  # the address of this host that the SSH connection goes to; empty if there is none
     reached_from: str  # and the one it comes from
     addresses: tuple[str, ...]  # interface=address
+    left: int = 0  # processes of the job that should have ended
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _look(question: Look) -> Facts:
         reached_at=_ssh_connection(2),
         reached_from=_ssh_connection(0),
         addresses=tuple(f"{name}={address}" for name, address in list_addresses()),
+        left=_count_left(question.before),
     )
 
 
@@ -248,6 +251,20 @@ def _temp() -> tuple[int, str]:
 def _ssh_connection(at: int) -> str:
     words = os.environ.get("SSH_CONNECTION", "").split()
     return plain_address(words[at]) if len(words) == 4 else ""
+
+
+def _count_left(job_id: str) -> int:
+    """Processes that carry the mark of a job."""
+    if not job_id:
+        return 0
+    mark, count = f"ZRUN_JOB_ID={job_id}".encode(), 0
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
+                count += mark in file.readall().split(b"\0")
+        except OSError:
+            continue  # gone, or of another user
+    return count
 
 
 def _reach(question: Reach) -> Reached:

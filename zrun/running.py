@@ -1,20 +1,32 @@
-"""Runs a prepared job: finds out whether its hosts are fit and where its ranks meet, then supervises it."""
+"""Runs a prepared job: finds out whether its hosts are fit and where its ranks meet, supervises it, starts it again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
 
+from zrun.attempt import Verdict
 from zrun.console import Console
-from zrun.doctor import Survey
-from zrun.prepare import Job
+from zrun.doctor import Report, Survey
+from zrun.errors import PreflightError
+from zrun.hostfile import Host
+from zrun.job import FailureReport
+from zrun.ports import claim_port
+from zrun.prepare import Job, prepare
+from zrun.registry import directory, registered
 from zrun.settings import LaunchConfig
-from zrun.supervisor import Supervisor
+from zrun.supervisor import Say, Supervisor
 from zrun.transport.each import EachTransport
 from zrun.transport.ssh_options import SshOptions
 
+_PAUSE_SECONDS = 2.0  # between looks at hosts that are not fit yet
+_CLEANUP_SECONDS = 15.0  # for a host to end what hangs, after lease and grace
+_STOLEN = ("EADDRINUSE", "address already in use", "Address already in use")
+
 
 class Run:
-    """One launch of a job.
+    """One launch of a job, with all its attempts.
 
     Args:
         environ: of the launcher.
@@ -22,10 +34,15 @@ class Run:
     """
 
     def __init__(self, job: Job, config: LaunchConfig, environ: Mapping[str, str], cwd: str) -> None:
-        self._job = job
+        self._job = job  # the current attempt
+        self._id = job.view.job_id
         self._config = config
         self._cwd = cwd
         self._environ = environ
+        self._attempts = 0
+        self._restarts = 0
+        self._stolen = False  # the port was, once
+        self._transport = make_transport(job, config, environ)
         self.console_stalled = False  # after the end: the console's stream did not take everything
 
     def run(self, console: Console) -> int:
@@ -35,20 +52,115 @@ class Run:
             the exit code.
 
         Raises:
-            UsageError: SSH cannot be used as asked.
             PreflightError: a host is not fit; nothing was started.
         """
-        transport = make_transport(self._job, self._config, self._environ)
+        view = self._job.view
+        place = directory(self._environ)
         try:
-            job = self._job
-            if not all(job.here):
-                job = Survey(job, transport, self._config, self._cwd).run().settle(job)
-            supervisor = Supervisor(job, transport, console)
-            code = supervisor.run()
+            job = self._ready(self._job)
+            supervisor = Supervisor(job, self._transport, console, self._again, self._config.stall_timeout)
+            with registered(place, self._id, view.world_size, view.hosts, self._config.script or view.command):
+                code = supervisor.run()
             self.console_stalled = supervisor.console_stalled
             return code
         finally:
-            transport.close()
+            self._job.port.release()
+            self._transport.close()
+
+    def _ready(self, job: Job) -> Job:
+        """The job with all that can only be known from its hosts.
+
+        Raises:
+            PreflightError: they are not fit.
+        """
+        if not all(job.here):
+            job = self._settle(job, self._look(job))
+        self._attempts += 1
+        told = {"ZRUN_RESTART_COUNT": str(self._restarts)}
+        if self._config.stall_timeout is not None:
+            told["PYTHONFAULTHANDLER"] = "1"
+        job_id = self._id if self._attempts == 1 else f"{self._id}-{self._attempts}"
+        specs = [
+            dataclasses.replace(spec, job_id=job_id, environment={**told, **spec.environment}) for spec in job.specs
+        ]
+        self._job = dataclasses.replace(
+            job, specs=tuple(specs), view=dataclasses.replace(job.view, job_id=job_id), port=job.port
+        )
+        return self._job
+
+    def _look(self, job: Job) -> Report:
+        job.port.release()  # an agent here will take it for a moment
+        return Survey(job, self._transport, self._config, self._cwd, before=self._job.specs[0].job_id).run()
+
+    def _settle(self, job: Job, report: Report) -> Job:
+        job = report.settle(job)
+        return dataclasses.replace(job, port=claim_port(job.specs[0].master_port)) if job.here[0] else job
+
+    # ---- again -----------------------------------------------------------------------------------------------------
+
+    def _again(self, verdict: Verdict, say: Say) -> Job | None:
+        """What to run after a failure.
+
+        Raises:
+            PreflightError: the hosts are not fit any more.
+        """
+        report = verdict.report
+        if report is None:
+            return None
+        if self._port_was_stolen(report):
+            self._stolen = True
+            port = self._job.specs[0].master_port
+            say("warning", f"another program has taken port {port} meanwhile: the job starts again with another")
+            return self._ready(self._prepare(self._job.hosts))
+        if self._restarts >= self._config.max_restarts:
+            return None
+        self._restarts += 1
+        last = report.traceback.strip().splitlines()[-1:] if report.rank is not None else []
+        say("warning", ": ".join([report.message, *last]))
+        say("warning", f"the job starts again ({self._restarts} of {self._config.max_restarts})")
+        return self._ready(self._prepare(self._wait_for_hosts(say)))
+
+    def _port_was_stolen(self, report: FailureReport) -> bool:
+        if self._stolen or self._config.master_port is not None or report.rank != 0:
+            return False
+        port = str(self._job.specs[0].master_port)
+        return port in report.traceback and any(words in report.traceback for words in _STOLEN)
+
+    def _prepare(self, hosts: Sequence[Host]) -> Job:
+        self._job.port.release()
+        return dataclasses.replace(prepare(self._config, self._environ, self._cwd, hosts), remarks=())
+
+    def _wait_for_hosts(self, say: Say) -> tuple[Host, ...]:
+        """The hosts of the next attempt: those of the last one, less those that cannot be used any more.
+
+        A host that was lost ends its workers by itself, after lease and grace; until then they hold ports and devices.
+
+        Raises:
+            PreflightError: too few are left.
+        """
+        hosts, config = self._job.hosts, self._config
+        if all(self._job.here):
+            return hosts
+        until = time.monotonic() + config.lease + config.grace + _CLEANUP_SECONDS
+        told = False
+        while True:
+            report = self._look(self._job)
+            fit = tuple(host for host, found in zip(hosts, report.hosts, strict=True) if found.fit)
+            if len(fit) == len(hosts):
+                return hosts
+            names = ", ".join(found.name for found in report.hosts if not found.fit)
+            if time.monotonic() > until:
+                break
+            if not told:
+                told = True
+                what = next(problem.what for found in report.hosts for problem in found.problems if problem.fatal)
+                say("warning", f"waiting for {names}: {what}")
+            time.sleep(_PAUSE_SECONDS)
+        if config.min_nodes is None or len(fit) < config.min_nodes:
+            least = f", and --min_nodes is {config.min_nodes}" if config.min_nodes is not None else ""
+            raise PreflightError(f"{names} cannot be used any more{least}", "--min_nodes lets the job go on without")
+        say("warning", f"the job goes on without {names}: {len(fit)} of {len(hosts)} hosts are left")
+        return fit
 
 
 def make_transport(job: Job, config: LaunchConfig, environ: Mapping[str, str]) -> EachTransport:

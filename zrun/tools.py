@@ -1,0 +1,99 @@
+"""The commands of zrun beside the launch itself: doctor, ps, kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import click
+
+from zrun.cluster_options import SSH_OPTIONS, with_options
+from zrun.doctor import Survey, report_table
+from zrun.errors import PreflightError, UsageError
+from zrun.prepare import prepare
+from zrun.processes import send_signal
+from zrun.registry import Entry, directory, running
+from zrun.running import make_transport
+from zrun.settings import LaunchConfig
+
+_HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
+
+
+@click.command(context_settings=_HELP)
+@click.option("--hostfile", "-H", default="", metavar="FILE", help="The machines. Default: as for a launch.")
+@click.option("--include", "-i", default="", metavar="SPEC", help="Only these hosts and slots.")
+@click.option("--exclude", "-e", default="", metavar="SPEC", help="Not these hosts and slots.")
+@click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Only the first N hosts.")
+@click.option("--num_gpus", type=click.IntRange(min=1), metavar="N", help="Slots of each host.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="What to train on.")
+@with_options(SSH_OPTIONS)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.argument("script", default="")
+def doctor(script: str, as_json: bool, **options: Any) -> int:
+    """Look at all hosts as a launch does before it starts anything, and say whether they are fit.
+
+    With SCRIPT also whether it is there, and the same everywhere.
+    """
+    config = LaunchConfig(script=script, **options)
+    job = prepare(config, os.environ, os.getcwd())
+    job.port.release()
+    transport = make_transport(job, config, os.environ)
+    try:
+        report = Survey(job, transport, config, os.getcwd()).run()
+    finally:
+        transport.close()
+    if as_json:
+        click.echo(json.dumps(report.as_data()))
+    else:
+        click.echo(report_table(report))
+        interfaces = sorted({name for name in report.meeting.interfaces if name} if report.meeting else ())
+        if report.meeting is not None and interfaces:
+            click.echo(f"ranks meet at {report.meeting.address}, through {', '.join(interfaces)}")
+    return 0 if report.fit else PreflightError.exit_code
+
+
+@click.command(context_settings=_HELP)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def ps(as_json: bool) -> int:
+    """List this user's jobs that were started on this machine."""
+    entries = running(directory(os.environ))
+    if as_json:
+        for entry in entries:
+            fields = {"job_id": entry.job_id, "pid": entry.pid, "world_size": entry.world_size}
+            click.echo(json.dumps({**fields, "hosts": entry.hosts, "command": entry.command, "since": entry.since}))
+        return 0
+    rows = [("job", "pid", "ranks", "since", "hosts", "command"), *map(_row, entries)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    hosts = ",".join(entry.hosts[:4]) + (f",... ({len(entry.hosts)})" if len(entry.hosts) > 4 else "")
+    since = time.strftime("%m-%d %H:%M:%S", time.localtime(entry.since))
+    return (entry.job_id, str(entry.pid), str(entry.world_size), since, hosts, entry.command)
+
+
+@click.command(context_settings=_HELP)
+@click.option("--no_wait", is_flag=True, help="Return at once, before the job has ended.")
+@click.argument("job")
+def kill(job: str, no_wait: bool) -> int:
+    """End a job, as SIGTERM to its `zrun` does: all its workers on all hosts, within their grace.
+
+    JOB is an id that `zrun ps` shows, or the beginning of one.
+    """
+    found = [entry for entry in running(directory(os.environ)) if entry.job_id.startswith(job)]
+    if len(found) != 1:
+        what = f"there is no job {job}" if not found else f"{job} begins the ids of {len(found)} jobs"
+        raise UsageError(what, "zrun ps lists them")
+    (entry,) = found
+    process = entry.process
+    if process is None or not send_signal(process, signal.SIGTERM):
+        raise UsageError(f"the job {entry.job_id} has just ended")
+    while not no_wait and entry.process is not None:
+        time.sleep(0.1)
+    return 0

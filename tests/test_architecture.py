@@ -25,6 +25,7 @@ LEVELS = {
     "zrun.hostfile": 0.2,
     "zrun.yamlhosts": 0.3,
     "zrun.filters": 0.3,
+    "zrun.foreign": 0.0,
     "zrun.hints": 0.1,
     "zrun.outputs": 0.1,
     "zrun.stall": 1.1,

@@ -16,6 +16,7 @@ from zrun.cluster_options import cluster_options
 from zrun.console import make_console
 from zrun.console.only import OnlyRanks, read_ranks
 from zrun.errors import UsageError, ZrunError
+from zrun.foreign import instead_of
 from zrun.hosts import DEFAULT_HOSTFILE
 from zrun.prepare import prepare
 from zrun.running import Run
@@ -224,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _complain(error.message, error.hint, error.exit_code)
     except click.NoSuchOption as error:
         near = f"did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
-        code = _complain(error.format_message().partition(" Did you")[0], near or "zrun --help lists all options", 2)
+        hint = instead_of(error.option_name) or near or "zrun --help lists all options"
+        code = _complain(error.format_message().partition(" Did you")[0], hint, 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), _origin_of(error) or "zrun --help explains the options", 2)
     except KeyboardInterrupt:

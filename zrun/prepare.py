@@ -169,7 +169,10 @@ def _place(
         device, backend = choice.device, choice.backend
         if choice.remark:
             remarks.append(("info", choice.remark))
-        hosts = limit_hosts([Host("localhost", choice.slots)], Limits(config.include, config.exclude))
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        where = f"CUDA_VISIBLE_DEVICES={visible}" if visible is not None and device == "cuda" else ""
+        pool = [Host("localhost", choice.slots, where=where)]
+        hosts = limit_hosts(pool, Limits(config.include, config.exclude))
     hosts = used_hosts(hosts)
     here = tuple(machine.is_host(host) for host in hosts)
     if device == "cuda":
@@ -284,7 +287,7 @@ def check_script(path: str, name: str) -> None:
     if begin.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
         raise UsageError(f"{name} is a program and not a Python script", f"zrun --no_python {name} runs it as it is")
     if _HOSTFILE_LINE.search(begin):
-        raise UsageError(f"{name} looks like a hostfile and not like a script", "name the script after the options")
+        raise UsageError(f"{name} looks like a hostfile and not like a script", f"zrun --hostfile {name} SCRIPT")
 
 
 def _missing_hint(path: str, name: str) -> str:

@@ -8,6 +8,7 @@ import click
 import pytest
 
 from zrun import cli
+from zrun.foreign import INSTEAD
 from zrun.settings import LaunchConfig
 
 
@@ -121,6 +122,26 @@ def test_wrong_lines(refuse, words, said):
     text = refuse(*words)
     assert said in text and text.startswith("zrun: error: ")
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--launcher", "pdsh", "x"], "SSH"),
+        (["--nnodes=2", "x"], "--num_nodes N"),
+        (["--node-rank", "1", "x"], "--hostfile"),
+        (["--enable_each_rank_log=logs", "x"], "--log_dir"),
+        (["--num-processes", "2", "x"], "--num_gpus"),
+        (["--gpu_ids", "0", "x"], "--include"),
+    ],
+)
+def test_options_of_other_launchers(refuse, words, instead):
+    assert instead in refuse(*words).partition("->")[2]
+
+
+def test_no_option_of_ours_is_said_to_be_missing():
+    ours = {spelling.lstrip("-") for option in cli.launch.params for spelling in option.opts}
+    assert not ours.intersection(INSTEAD)
 
 
 class Entry:

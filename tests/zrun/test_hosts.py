@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zrun import hosts as module
+from zrun.devices import Gpus
 from zrun.errors import UsageError
 from zrun.hosts import find_hosts
 from zrun.machine import ThisMachine
@@ -142,6 +143,40 @@ def test_slots_of_this_machine_without_a_hostfile(tmp_path):
     assert "localhost has no slot 4-5" in caught.value.message
     with pytest.raises(UsageError, match="--include and --num_gpus"):
         prepare(LaunchConfig("x.py", include="localhost", num_gpus=1), {}, str(tmp_path))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """This machine shows the devices 4 and 5."""
+    monkeypatch.setattr("zrun.prepare.find_gpus", lambda environ: Gpus(("4", "5"), "8 GPUs"))
+    return {"CUDA_VISIBLE_DEVICES": "4,5"}
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [({}, ("4", "5")), ({"num_gpus": 1}, ("4",)), ({"include": "localhost:1"}, ("5",)), ({"exclude": "*:0"}, ("5",))],
+)
+def test_slots_here_count_the_devices_that_are_visible(tmp_path, two_gpus, options, devices):
+    (tmp_path / "x.py").touch()
+    job = prepare(LaunchConfig("x.py", **options), two_gpus, str(tmp_path))
+    assert job.specs[0].devices == devices
+    warned = any("CUDA_VISIBLE_DEVICES=4,5 holds" in text for level, text in job.remarks if level == "warning")
+    assert warned == bool(options)
+
+
+def test_devices_that_are_not_slots(tmp_path, two_gpus):
+    (tmp_path / "x.py").touch()
+    with pytest.raises(UsageError) as caught:
+        prepare(LaunchConfig("x.py", include="localhost:4,5"), two_gpus, str(tmp_path))
+    assert "no slot 4-5" in caught.value.message
+    assert "CUDA_VISIBLE_DEVICES=4,5" in caught.value.hint and "0-1" in caught.value.hint
+
+
+def test_slots_here_of_a_hostfile(tmp_path, two_gpus):
+    job = made(tmp_path, "localhost slots=2\nfar slots=2", two_gpus)
+    assert [spec.devices for spec in job.specs] == [("4", "5"), ("0", "1")]
+    with pytest.raises(UsageError, match="no GPU for its slot 2"):
+        made(tmp_path, "localhost slots=3", two_gpus)
 
 
 # ---- .deepspeed_env ------------------------------------------------------------------------------------------------

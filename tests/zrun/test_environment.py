@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 from zrun.environment import (
+    STAYING,
+    TRAVELLING_PREFIXES,
     check_spelling,
     looks_secret,
     parse_env_file,
@@ -138,3 +142,11 @@ def test_what_travels_to_other_hosts():
     stays = ["CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PATH", "HOME", "LD_LIBRARY_PATH", "SSH_AUTH_SOCK", "RANK"]
     stays += ["MASTER_ADDR", "SLURM_JOB_ID", "ZRUN_JOB_ID", "MY_TORCH"]
     assert travelling(dict.fromkeys(goes + stays, "x")) == dict.fromkeys(goes, "x")
+
+
+def test_what_travels_is_documented():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text("utf-8")
+    begin = text.index("Prefixes that travel:")
+    goes, _, stays = text[begin : text.index("Anything else", begin)].partition("Never:")
+    assert tuple(re.findall("`([A-Z0-9_]+)`", goes)) == TRAVELLING_PREFIXES
+    assert tuple(re.findall("`([A-Z0-9_]+)`", stays)) == STAYING

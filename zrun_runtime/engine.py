@@ -17,10 +17,11 @@ from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
 from zrun_runtime.data import build_loader
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
-from zrun_runtime.precision import DTYPES, LossScaleError, LossScaler, LossScaleSettings
+from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
 from zrun_runtime.progress import Progress, StepReport
 from zrun_runtime.telemetry import notice
 from zrun_runtime.tree import cast_floats
+from zrun_runtime.types_of_inputs import autocast, cast_dtype, clash
 from zrun_runtime.zero_model import Verdict, ZeroModel
 
 
@@ -64,11 +65,22 @@ class Engine(AccumulationControl):
     # ---- forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; floating-point inputs are cast first where the config asks for it (`auto_cast`)."""
-        dtype = _cast_dtype(self.settings)
+        """The model's forward; floating-point inputs are cast first where the config asks for it (`auto_cast`).
+
+        Raises:
+            EngineError: float32 inputs meet 16-bit weights; it names the module.
+        """
+        dtype = cast_dtype(self.settings)
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        return self.module(*args, **kwargs)
+        try:
+            with autocast(self.settings, self.device, not self.zero.settings.plan.shards_params):
+                return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            found = clash(error, self.module, self.settings)
+            if found is None:
+                raise
+            raise found from error
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, divided by the accumulation steps, and start to reduce them.
@@ -347,12 +359,6 @@ class Engine(AccumulationControl):
 
 def _scales(config: Config) -> bool:
     return config.precision == "fp16"
-
-
-def _cast_dtype(config: Config) -> torch.dtype | None:
-    """The dtype that inputs are cast to, if the section of the configured precision says auto_cast."""
-    asked = {"fp16": config.fp16.auto_cast, "bf16": config.bf16.auto_cast}.get(config.precision, False)
-    return DTYPES[config.precision] if asked else None
 
 
 def _describe(value: Any) -> str:

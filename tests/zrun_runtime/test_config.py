@@ -264,7 +264,7 @@ def test_the_short_names_of_stage_3_keys():
     [
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"amp": {"enabled": True}}, "amp.enabled"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
@@ -379,3 +379,10 @@ def test_a_short_report_for_the_start_of_a_run():
     assert "bfloat16" in lines[3]
     assert "gradient_clipping = 1.0" in lines[4]
     assert "betas" not in lines[4]
+
+
+def test_autocast_and_sixteen_bit_parameters_exclude_each_other():
+    assert load_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}).autocast_dtype == "bf16"
+    assert load_config({}).autocast_dtype is None
+    with pytest.raises(InvalidConfig, match="choose one"):
+        load_config({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}})

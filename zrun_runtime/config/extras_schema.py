@@ -9,7 +9,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from zrun_runtime.config.keys import NOT_BUILT, UNSUPPORTED, Count, Number, Section, Size, SizeOrMinusOne, key
+from zrun_runtime.config.keys import (
+    HONOURED,
+    NO_EFFECT,
+    NOT_BUILT,
+    UNSUPPORTED,
+    Count,
+    DtypeName,
+    Number,
+    Section,
+    Size,
+    SizeOrMinusOne,
+    key,
+)
 
 NO_MONITORS = f"{NOT_BUILT}: the console and its --json events hold the numbers"
 
@@ -115,8 +127,15 @@ class AmpConfig(OpenConfig):
     enabled: bool = key(False, UNSUPPORTED, 'Apex is not supported: use "bf16": {"enabled": true} instead')
 
 
-class TorchAutocastConfig(OpenConfig):
-    enabled: bool = key(False, UNSUPPORTED, 'not supported yet: use "bf16", or call torch.autocast in the forward')
+class TorchAutocastConfig(Section):
+    enabled: bool = key(False, HONOURED, "the forward runs under torch.autocast; parameters stay fp32")
+    dtype: DtypeName | None = key(
+        None,
+        UNSUPPORTED,
+        'autocast to it is not supported: bf16 is, and "fp16" has a loss scale of its own',
+        harmless=("bf16",),
+    )
+    lower_precision_safe_modules: Any = key(None, NO_EFFECT, "gradients travel as communication_data_type says")
 
 
 class TensorParallelConfig(OpenConfig):

@@ -69,6 +69,7 @@ def load_config(
         fp16=document.fp16,
         bf16=document.bf16,
         grad_accum_dtype=document.data_types.grad_accum_dtype,
+        autocast_dtype="bf16" if document.torch_autocast.enabled else None,
         communication_data_type=document.communication_data_type,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -44,6 +44,7 @@ class Config:
     fp16: Fp16Config
     bf16: Bf16Config
     grad_accum_dtype: str | None  # fp32, bf16, fp16; None: fp32 where accumulation is above 1
+    autocast_dtype: str | None  # the forward runs under torch.autocast of it: bf16; None: it does not
     communication_data_type: str | None  # fp32, bf16, fp16; None: the type of the gradients
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None

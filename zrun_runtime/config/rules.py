@@ -28,6 +28,8 @@ def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> Non
     precision, wanted = precision_of(document), document.data_types.param_dtype
     if wanted is not None and wanted != precision:
         ledger.problem("data_types.param_dtype", f"is {wanted}, but fp16 and bf16 make the parameters {precision}")
+    if document.torch_autocast.enabled and precision != "fp32":
+        ledger.problem("torch_autocast.enabled", f"keeps parameters in fp32, but {precision}.enabled is on: choose one")
     zero = document.zero_optimization
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if offload.device == "nvme" and not offload.nvme_path:

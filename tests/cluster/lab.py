@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "zrunlab"
 PATIENCE = 30.0  # seconds for what should take one
 TOOLS = ("ip", "tc", "sshd", "ssh-keygen", "nsenter")
+_SSHD_ROOM = "/run/sshd"  # sshd asks for it, an empty directory
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
@@ -42,6 +43,7 @@ class Node:
         self.address6 = f"fd99::{number:x}"
         self.wire = f"w{number}"  # its end at the switch
         self.sshd: subprocess.Popen[bytes] | None = None
+        self.changed = False  # its server is not as it was built
 
     def words(self, *words: str) -> list[str]:
         """A command line that runs `words` in this namespace."""
@@ -60,13 +62,29 @@ class Node:
         mark = f"\0ZRUN_JOB_ID={job_id}"
         return [pid for pid in self.pids() if mark in read(f"/proc/{pid}/environ")]
 
-    def start_sshd(self, **options: str) -> None:
-        """Starts its SSH server, and waits until it answers."""
+    def start_sshd(self, first: str = "", **options: str) -> None:
+        """Starts its SSH server, and waits until it answers.
+
+        Args:
+            first: a shell command that is run before, and changes what files the server's sessions see.
+        """
+        self.changed = bool(first or options)
         config = self.lab.sshd_config(self.name, options)
-        command = self.words(tool("sshd"), "-D", "-e", "-f", str(config))
+        command = [tool("sshd"), "-D", "-e", "-f", str(config)]
+        if first:
+            command = [
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                f"{first} && exec {' '.join(command)}",
+            ]
+        command = self.words(*command)
         with (self.lab.directory / f"{self.name}.sshd.log").open("ab") as log:
             self.sshd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        wait_for(lambda: ":0016" in call(*self.words("cat", "/proc/self/net/tcp")), f"sshd of {self.name}")
+        wait_for(lambda: ":0016 " in call(*self.words("cat", "/proc/self/net/tcp")), f"sshd of {self.name}")
 
     def stop_sshd(self) -> None:
         """Ends the server; sessions go on."""
@@ -74,6 +92,7 @@ class Node:
             self.sshd.kill()
             self.sshd.wait()
             self.sshd = None
+        self.changed = True
 
     def pull_cable(self) -> None:
         call("ip", "-n", self.lab.switch, "link", "set", self.wire, "down")
@@ -99,11 +118,14 @@ class Lab:
         self.directory = directory
         self.tag = f"{PREFIX}{os.getpid()}"
         self.switch = f"{self.tag}-sw"
+        self._made_run = False
         self.desk = Node(self, "desk", 100)
         self.nodes = [Node(self, f"node-{i + 1}", i + 1) for i in range(nodes)]
 
     def build(self) -> None:
         sweep()
+        self._made_run = not os.path.isdir(_SSHD_ROOM)
+        os.makedirs(_SSHD_ROOM, exist_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._make_keys()
         call("ip", "netns", "add", self.switch)
@@ -124,11 +146,26 @@ class Lab:
         call("ip", "-n", node.space, "address", "add", f"{node.address}/24", "dev", "eth0")
         call("ip", "-n", node.space, "address", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
 
+    def restore(self) -> None:
+        """Everything as `build` left it."""
+        for node in self.nodes:
+            node.plug_in()
+            subprocess.run([tool("tc"), "-n", node.space, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
+            if node.changed or node.sshd is None or node.sshd.poll() is not None:
+                node.stop_sshd()
+                for pid in node.pids():
+                    kill(pid)
+                node.start_sshd()
+        self.write_known_hosts()
+        self.write_ssh_config()
+
     def remove(self) -> None:
         """Ends whatever runs in the namespaces, and takes them away."""
         for node in (self.desk, *self.nodes):
             node.stop_sshd()
         remove_spaces([self.switch, *(node.space for node in (self.desk, *self.nodes))])
+        if self._made_run:
+            os.rmdir(_SSHD_ROOM)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +191,11 @@ class Lab:
         for node in self.nodes:
             lines += [f"Host {node.name}", f"    HostName {node.address}"]
             lines += [f"    {line}" for line in more.get(node.name.replace("-", "_"), "").splitlines()]
-        lines += ["Host *", f"    IdentityFile {self.directory}/key", f"    UserKnownHostsFile {self.directory}/known_hosts"]
+        lines += [
+            "Host *",
+            f"    IdentityFile {self.directory}/key",
+            f"    UserKnownHostsFile {self.directory}/known_hosts",
+        ]
         lines += ["    IdentityAgent none", "    GlobalKnownHostsFile none", "    User root"]
         path = self.directory / "ssh_config"
         path.write_text("\n".join([*lines, ""]))
@@ -246,7 +287,9 @@ def zrun(
             for pid in node.workers() + node.pids_of("zrun.agent"):
                 kill(pid)
             node.plug_in()
-            wait_for(lambda node=node: not node.workers() + node.pids_of("zrun.agent"), f"the end of all on {node.name}")
+            wait_for(
+                lambda node=node: not node.workers() + node.pids_of("zrun.agent"), f"the end of all on {node.name}"
+            )
 
 
 # ---- small things --------------------------------------------------------------------------------------------------

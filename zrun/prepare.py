@@ -178,6 +178,9 @@ def _place(
     if device == "cuda":
         hosts = give_devices(hosts, here, gpus.visible)
         _remark_visible(environ.get("CUDA_VISIBLE_DEVICES"), config, here, remarks)
+        if sum(here) > 1:
+            names = ", ".join(host.name for host, is_here in zip(hosts, here, strict=True) if is_here)
+            remarks.append(("warning", f"{names} are all this machine: their workers share its GPUs"))
     return _Places(hosts, here, device, backend)
 
 

@@ -179,6 +179,11 @@ def test_slots_here_of_a_hostfile(tmp_path, two_gpus):
         made(tmp_path, "localhost slots=3", two_gpus)
 
 
+def test_one_machine_by_two_names(tmp_path, two_gpus):
+    job = made(tmp_path, "localhost slots=1\n127.0.0.1 slots=1", two_gpus)
+    assert ("warning", "localhost, 127.0.0.1 are all this machine: their workers share its GPUs") in job.remarks
+
+
 # ---- .deepspeed_env ------------------------------------------------------------------------------------------------
 
 

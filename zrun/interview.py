@@ -81,8 +81,9 @@ class Interview:
             links = list(self._links.values())
         for link in links:
             link.hang_up()
+        until = time.monotonic() + _LAST_WORDS_SECONDS
         for link in links:
-            link.end(_LAST_WORDS_SECONDS)
+            link.end(max(0.0, until - time.monotonic()))
 
     def _opener(self, i: int) -> Callable[[], str]:
         return lambda: self._open(i)

@@ -84,7 +84,7 @@ class SshLink:
         self._channel.status_event.wait(timeout)
         code = self._channel.exit_status if self._channel.exit_status_ready() else -1
         self._channel.close()
-        self._listener.join(1.0)
+        self._listener.join(1.0 if code >= 0 else 0.0)
         return AgentEnd(code if code >= 0 else None, self._tail.decode("utf-8", "replace").strip())
 
     def _cut_off(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zrun_runtime import zero
+from zrun_runtime import checkpointing, zero
 from zrun_runtime.build import build_engine
 from zrun_runtime.distributed import init_distributed
 from zrun_runtime.early import not_building
@@ -34,6 +34,7 @@ __all__ = [
     "ParameterError",
     "RanksDivergedError",
     "ZeroRuntimeError",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "safe_get_full_fp32_param",

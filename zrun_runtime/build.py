@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zrun_runtime import checkpointing
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.distributed import World, current_world
@@ -37,6 +38,8 @@ def build_engine(
     """See zrun_runtime.initialize."""
     world = current_world()
     config = load_config(source, world_size=world.size, auto=_hints(model, optimizer, world))
+    if "activation_checkpointing" in config.raw:
+        checkpointing.configure(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
     policy = DtypePolicy.from_config(config)
     _place(model, world, policy.param_dtype)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

@@ -12,7 +12,7 @@ import zrun_runtime
 from zrun_runtime.optimizers import OWN, Lion
 
 from .compare import distance, flat
-from .scenario import WIDTH, Recipe, Spot, build
+from .scenario import WIDTH, Recipe, Spot, Stack, build
 from .training import digest, gathered, make_config
 from .traps import Plain, _said
 
@@ -265,3 +265,29 @@ def clients(rank: int, world: int, *, stage: int) -> dict[str, Any]:
         lambda: zrun_runtime.initialize(model=model, config=config, optimizer=torch.optim.LBFGS(model.parameters()))
     )
     return found
+
+
+class Checkpointed(Stack):
+    """Its blocks by way of our `checkpoint`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = zrun_runtime.checkpointing.checkpoint(block, x)
+        return self.head(x)
+
+
+def checkpointed(rank: int, world: int, *, stage: int, on_cpu: bool) -> float:
+    """How far training with checkpoints ends up from training without."""
+    plain = stack_engine(stage)
+    model = Checkpointed()
+    model.load_state_dict(build(Plain()).state_dict())
+    config = {**make_config(stage, Recipe(), SGD), "activation_checkpointing": {"cpu_checkpointing": on_cpu}}
+    engine = zrun_runtime.initialize(model=model, config=config)[0]
+    assert zrun_runtime.checkpointing.is_configured()
+    for one in (plain, engine):
+        for step in range(3):
+            one.backward(loss_of(one, Spot(step, rank, 0)))
+            one.step()
+    zrun_runtime.checkpointing.configure(checkpoint_in_cpu=False)
+    return distance(flat(gathered(engine.module)), flat(gathered(plain.module)))

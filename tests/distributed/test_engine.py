@@ -125,3 +125,9 @@ def test_optimizers_and_schedules_of_the_client(stage: int, world: Worlds) -> No
         assert found["same"] and found["mine"]
         assert found["moved"] == {"bias"}
         assert "LBFGS" in found["refused"] and "use AdamW" in found["refused"]
+
+
+@pytest.mark.parametrize("on_cpu", (False, True))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_checkpointed_blocks_train_the_same(stage: int, on_cpu: bool, world: Worlds) -> None:
+    assert world(2).run(engine_uses.checkpointed, stage=stage, on_cpu=on_cpu) == pytest.approx([0.0, 0.0], abs=1e-7)

@@ -43,12 +43,14 @@ class AioConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    partition_activations: bool = False
-    contiguous_memory_optimization: bool = False
-    cpu_checkpointing: bool = False
-    number_checkpoints: Count | None = None
-    synchronize_checkpoint_boundary: bool = False
-    profile: bool = False
+    """For `zrun_runtime.checkpointing.checkpoint`, which the model calls; nothing is checkpointed by itself."""
+
+    cpu_checkpointing: bool = key(False, HONOURED, "checkpointing.checkpoint() keeps its inputs in host memory")
+    partition_activations: bool = key(False, NO_EFFECT, "there is no model parallelism to share them out over")
+    contiguous_memory_optimization: bool = key(False, NO_EFFECT, "torch's allocator does not need it")
+    number_checkpoints: Count | None = key(None, NO_EFFECT, "there may be any number of them")
+    synchronize_checkpoint_boundary: bool = key(False, NO_EFFECT, "nothing waits for the device there")
+    profile: bool = key(False, NO_EFFECT, "use torch.profiler")
 
 
 def _as_mode(value: Any) -> Any:

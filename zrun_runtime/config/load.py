@@ -73,6 +73,7 @@ def load_config(
         communication_data_type=document.communication_data_type,
         optimizer=optimizer,
         scheduler=scheduler,
+        activation_checkpointing=document.activation_checkpointing,
         prescale_gradients=document.prescale_gradients,
         gradient_predivide_factor=document.gradient_predivide_factor,
         gradient_allreduce_op=document.gradient_allreduce_op,

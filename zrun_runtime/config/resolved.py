@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig
 from zrun_runtime.config.notes import Note
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.zero_schema import ZeroConfig
@@ -48,6 +49,7 @@ class Config:
     communication_data_type: str | None  # fp32, bf16, fp16; None: the type of the gradients
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
+    activation_checkpointing: ActivationCheckpointingConfig
     prescale_gradients: bool
     gradient_predivide_factor: float
     gradient_allreduce_op: Literal["mean", "sum"]

@@ -149,11 +149,7 @@ class Document(Section):
     )
 
     aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, f"{NOT_BUILT}: nothing is offloaded to NVMe")
-    activation_checkpointing: extras.ActivationCheckpointingConfig = section(
-        extras.ActivationCheckpointingConfig,
-        NO_EFFECT,
-        "initialize() never checkpoints by itself: call torch.utils.checkpoint in the model",
-    )
+    activation_checkpointing: extras.ActivationCheckpointingConfig = section(extras.ActivationCheckpointingConfig)
     checkpoint: extras.CheckpointConfig = section(
         extras.CheckpointConfig, NO_EFFECT, "there is one checkpoint format, which loads at any world size and stage"
     )

@@ -150,7 +150,7 @@ class Engine(AccumulationControl):
             return
         if self.updater is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
-        verdict = self.zero.vote(self._loss_sum(), len(self._losses), self.loss_scale())
+        verdict = self.zero.vote(self._losses, self.loss_scale())
         if verdict.finite:
             self.zero.update(verdict)
             if self.lr_scheduler is not None:
@@ -162,9 +162,6 @@ class Engine(AccumulationControl):
         self.global_steps += 1
         self._scaled = False
         self._report(verdict)
-
-    def _loss_sum(self) -> float:
-        return float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()) if self._losses else 0.0
 
     def _skip(self) -> None:
         self.skipped_steps += 1

@@ -13,6 +13,7 @@ parameter shared by two reentrantly checkpointed regions): what arrives later is
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,8 +78,13 @@ class GradReducer:
         ]
 
     def _acceptor(self, grads: GroupGrads, index: int) -> Callable[[Tensor], None]:
+        # Weak, as autograd holds its hooks where the garbage collector cannot see that they hold their parameter.
+        reducer, group = weakref.ref(self), weakref.ref(grads)
+
         def accept(parameter: Tensor) -> None:
-            self.accept(grads, index, parameter)
+            here, its = reducer(), group()
+            if here is not None and its is not None:
+                here.accept(its, index, parameter)
 
         return accept
 
@@ -181,37 +187,51 @@ class GradReducer:
         start, stop = layout.shard_bounds(self.collectives.world.rank)
         return reduced[start:stop]
 
-    def square_sum(self) -> float:
-        """The sum of squares of this rank's slices of all reduced gradients, in float64."""
+    def square_sum(self) -> Tensor:  # () float64
+        """The sum of squares of this rank's slices of all reduced gradients."""
         sums = [
             grads.square_sum if grads.square_sum is not None else square_sum(self.own_slice(grads))
             for grads in self.order
         ]
-        return float(torch.stack(sums).sum()) if sums else 0.0
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     # ---- the end of a backward, and of a step
 
-    def finish_backward(self, may_be_dirty: bool) -> None:
-        """Reduce what is left, if this backward reduces at all.
-
-        may_be_dirty: reentrant backwards ran inside this one, so ranks must agree on which groups go again.
-        """
+    def finish_backward(self) -> None:
+        """Reduce what is left, if this backward reduces at all."""
         if self._reduces_now():
-            while self._next < len(self.order):
-                self._launch(self.order[self._next])
-                self._next += 1
-            if may_be_dirty:
-                self._launch_dirty()
-            self._land_all()
+            self._reduce_all()
         self._next = 0
         for grads in self.order:
             grads.arrived.clear()
+
+    def _reduce_all(self) -> None:
+        """Reduce what was not yet, and again the groups that got more after their reduction, on any rank.
+
+        Every rank asks every time: only some may have run the checkpointed regions that make groups dirty.
+        """
+        while self._next < len(self.order):
+            self._launch(self.order[self._next])
+            self._next += 1
+        dirty = [index for index, grads in enumerate(self.order) if grads.buffer is not None]
+        code = float(hash(tuple(dirty)) % (1 << 52))
+        answers = self.collectives.exchange(self._agree, (len(dirty), code))
+        self._land_all()  # meanwhile
+        heard = answers.wait()
+        same = bool((heard == heard[0]).all())
+        for index in dirty if same else range(len(self.order)):
+            self._launch(self.order[index])
+        self._land_all()
 
     def finish_step(self) -> None:
         """Before an update: every group has a reduced gradient, those put into `p.grad` by hand included."""
         for grads in self.order:
             self._take_over_foreign(grads)
-            if grads.reduced is None or grads.buffer is not None:
+        if any(grads.reduced is None for grads in self.order):
+            self._reduce_all()  # no backward of this rank did
+            self._next = 0
+        for grads in self.order:
+            if grads.buffer is not None:
                 self._launch(grads)
         self._land_all()
 
@@ -226,15 +246,6 @@ class GradReducer:
         while self._flying:
             self._land()
         self.collectives.release_scratch()
-
-    def _launch_dirty(self) -> None:
-        """Reduce again the groups that got more after their reduction, on any rank."""
-        dirty = [index for index, grads in enumerate(self.order) if grads.buffer is not None]
-        code = float(hash(tuple(dirty)) % (1 << 52))
-        heard = self.collectives.exchange(self._agree, (len(dirty), code)).wait()
-        same = bool((heard == heard[0]).all())
-        for index in dirty if same else range(len(self.order)):
-            self._launch(self.order[index])
 
     def drop(self) -> None:
         """Forget every gradient: after a step, or after an exception in the middle of a backward."""

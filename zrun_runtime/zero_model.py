@@ -131,11 +131,16 @@ class ZeroModel:
 
     # ---- a step
 
-    def vote(self, loss_sum: float, losses: int, loss_scale: float) -> Verdict:
-        """Finish the reductions and agree on the norm, on whether to step, and on the loss to report."""
+    def vote(self, losses: Sequence[Tensor], loss_scale: float) -> Verdict:
+        """Finish the reductions and agree on the norm, on whether to step, and on the loss to report.
+
+        losses: of this rank's micro-batches, scalars. The device is read once, for their sum and the norm together.
+        """
         self.reducer.finish_step()
         square_sum = self.reducer.square_sum()
-        heard = self.collectives.exchange(self._ticket, (square_sum, loss_sum, losses)).wait()
+        loss_sum = sum((loss.reshape(()).to(square_sum) for loss in losses), torch.zeros_like(square_sum))
+        mine = torch.stack([square_sum, loss_sum]).tolist()
+        heard = self.collectives.exchange(self._ticket, (*mine, len(losses))).wait()
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
         finite = total < float("inf")  # false for NaN as well
         norm = total**0.5 / loss_scale if finite else float("inf")

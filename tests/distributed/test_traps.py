@@ -35,10 +35,6 @@ def test_a_stray_read_names_the_parameter_and_the_way_out(moment: str, world: Wo
         assert kind == ((24, 16), torch.float32, 24 * 16, True, 2)
 
 
-def test_an_alias_of_a_freed_weight_does_not_crash(world: Worlds) -> None:
-    assert world(2).run(traps.kept_views) == [True, True]
-
-
 def test_a_state_dict_of_gathered_parameters_outlives_the_gathering(world: Worlds) -> None:
     assert world(2).run(traps.kept_gathered) == [True, True]
 

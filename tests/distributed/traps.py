@@ -144,19 +144,6 @@ def stray_reads(rank: int, world: int, *, moment: str) -> tuple[dict[str, str], 
     return said, kind
 
 
-def kept_views(rank: int, world: int) -> bool:
-    """Aliases of weights that a module handed out in its forward are touched long after: anything but a crash."""
-    engine = make_engine(Plain(), 3, Recipe())
-    kept: list[Tensor] = []
-    block = engine.module.blocks[1]
-    block.register_forward_pre_hook(lambda m, a: kept.extend([m.up.weight.view(-1), m.down.weight.detach()]))
-    for step in range(2):
-        _step(engine, rank, step)
-    for view in kept:
-        _said(lambda view=view: view.sum().item())  # type: ignore[misc]
-    return len(kept) == 4
-
-
 def kept_gathered(rank: int, world: int) -> bool:
     """A state dict made inside `GatheredParameters` and used after it, as scripts do before they save."""
     engine = make_engine(Plain(), 3, Recipe())

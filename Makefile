@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench install clean
+.PHONY: help demo test check bench bench-peers install clean
 
 help:
 	@echo 'make demo     train a small GPT on real text, two workers at ZeRO-2 (under 5 minutes on two cores)'
 	@echo 'make test     every test (under 30 minutes on two cores)'
 	@echo 'make check    lint, types, architecture and the fast tests'
 	@echo 'make bench    the benchmarks behind docs/benchmarks.md'
+	@echo 'make bench-peers  a second environment with DeepSpeed, to be measured beside (compiles for minutes)'
 	@echo 'make install  install zrun into the environment of PYTHON (now: $(PYTHON))'
 	@echo 'make clean    remove .venv, caches and build leftovers'
 
@@ -31,6 +32,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
+
+bench-peers: $(READY)
+	bash benchmarks/peers.sh
 
 install:
 	$(PYTHON) -m pip install .

@@ -76,14 +76,17 @@ class ZeroConfig(Section):
 
     stage: Stage = key(0, HONOURED, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too")
     reduce_bucket_size: Count = key(
-        500_000_000, HONOURED, "upper bound of what is reduced at once; smaller where that suits the model"
+        500_000_000,
+        HONOURED,
+        "upper bound of what is reduced at once; less where that suits the model; at stage 3 it is a block",
+        stages=(0, 1, 2),
     )
     allgather_bucket_size: Count = key(
-        500_000_000, NO_EFFECT, "one group is gathered at a time, and reduce_bucket_size bounds it"
+        500_000_000, NO_EFFECT, "a group is gathered in place, without a buffer that this could bound"
     )
     overlap_comm: bool | None = key(None, NO_EFFECT, "communication always overlaps computation")
     sub_group_size: Size = key(
-        1_000_000_000, NO_EFFECT, "one group is updated at a time, and reduce_bucket_size bounds it"
+        1_000_000_000, NO_EFFECT, "one group is updated at a time, in place, which costs nothing beside it"
     )
     offload_param: OffloadParamConfig = section(
         OffloadParamConfig, NO_EFFECT, f"{NOT_BUILT}: parameters stay in device memory", stages=(3,)
@@ -102,7 +105,7 @@ class ZeroConfig(Section):
     param_persistence_threshold: Size = key(
         100_000,
         HONOURED,
-        "parameters up to this size stay gathered",
+        "upper bound of groups that stay gathered: the smallest ones, up to a hundredth of the model",
         alias="stage3_param_persistence_threshold",
         stages=(3,),
     )

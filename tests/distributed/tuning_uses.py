@@ -1,0 +1,68 @@
+"""What the ranks run for test_tuning.py: one training under keys that tune it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zrun_runtime
+
+from .engine_uses import SGD
+from .scenario import CLASSES, WIDTH, Recipe, Spot
+from .training import digest, gathered, make_config
+from .traps import Plain
+
+WIDER = 64
+
+
+class Deep(nn.Module):
+    """Six blocks of two layers of 4160 parameters and a small norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDER), nn.Linear(WIDER, CLASSES)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDER), nn.Linear(WIDER, WIDER), nn.GELU(), nn.Linear(WIDER, WIDER))
+            for _ in range(6)
+        )
+        self.scale = nn.Parameter(torch.ones(WIDER))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def tuned(rank: int, world: int, *, stage: int, keys: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Three steps under each set of keys of zero_optimization: what was sent, in how many pieces, what was live."""
+    found = []
+    for chosen in keys:
+        config = {**make_config(stage, Recipe(), SGD), "zero_optimization": {"stage": stage, **chosen}}
+        torch.manual_seed(0)
+        engine = zrun_runtime.initialize(model=Deep(), config=config)[0]
+        live: list[int] = []
+        for block in engine.module.blocks:
+            block[1].register_forward_hook(lambda *_, e=engine, to=live: to.append(e.state_bytes()["params"]))
+        for step in range(3):
+            engine.traffic()
+            live.clear()
+            features, classes = Plain().batch(Spot(step, rank, 0))
+            engine.backward(F.cross_entropy(engine(features), classes))
+            engine.step()
+        calls = dict(engine.collectives.traffic.calls)
+        sent = engine.traffic()
+        notes = {n.path.rpartition(".")[2]: (n.kind, n.text) for n in engine.settings.notes}
+        found.append(
+            {
+                "reduced": (calls.get("reduce_scatter", 0), sent["reduce_scatter"]),
+                "gathered": (calls.get("all_gather", 0), sent["all_gather"]),
+                "live": max(live),
+                "digest": digest(gathered(engine.module)),
+                "notes": {name: notes[name] for name in chosen},
+            }
+        )
+    return found

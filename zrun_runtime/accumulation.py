@@ -42,7 +42,7 @@ class AccumulationControl(EngineAnswers):
         self._needs_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
-        self.zero.reducer.finish_backward(may_be_dirty=False)
+        self.zero.reducer.finish_backward()
 
     def _needs_managed(self, name: str) -> None:
         if not self.window.managed:

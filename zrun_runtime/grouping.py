@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class Unit:
     parameters: dict[str, nn.Parameter]  # by full name; those of other units that it shares included
     groups: list[FlatGroup] = field(default_factory=list)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(p.numel() for p in self.parameters.values())
 

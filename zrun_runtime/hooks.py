@@ -7,6 +7,8 @@ replaced by views of themselves, whose gradients are computed after everything i
 the nodes that are ready in the reverse order of their making. A unit whose inputs need no gradient is done when its
 last parameter has one. What is still unsharded at the end of the outermost backward is resharded then.
 
+A tensor in a list or a dict among the inputs is not replaced: the gradient of the tensor itself tells the end then.
+
 An activation-checkpointed unit runs its forward again inside the backward: its groups are held by the backward already
 (or, under the reentrant kind, are about to be), so a forward inside a backward never reshards and nothing moves twice.
 
@@ -32,6 +34,26 @@ from zrun_runtime.reducer import GradReducer, move_to_end
 from zrun_runtime.tree import tensors_in
 
 
+class Hook:
+    """A hook of ours on a module. A copy of the module, or a pickle of it, has one that does nothing."""
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._action = action
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._action(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(_do_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
 def in_backward() -> bool:
     """This thread is inside autograd's engine."""
     return torch._C._current_graph_task_id() != -1
@@ -40,13 +62,15 @@ def in_backward() -> bool:
 class _Call:
     """One forward of a unit that backwards may follow."""
 
-    __slots__ = ("backward", "marked", "open", "unit")
+    __slots__ = ("backward", "brings", "marked", "open", "unfinished", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.brings = False  # its groups, or some, were not there before it
         self.marked = False  # an input's gradient will tell the end of its backward
         self.backward = -1  # autograd's number of the backward that last reached it
         self.open = False  # that backward holds the groups
+        self.unfinished: set[FlatGroup] = set()  # trained ones that wait for gradients in that backward
 
 
 class ShardHolder:
@@ -83,16 +107,16 @@ class ShardHolder:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._after_forward(unit, output)
 
-        handle = unit.module.register_forward_hook(after, always_call=True)
-        self._handles += [unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True), handle]
+        handle = unit.module.register_forward_hook(Hook(after), always_call=True)
+        self._handles += [unit.module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True), handle]
         self._calls[unit] = []
 
     # ---- holding
 
-    def hold(self, groups: Sequence[FlatGroup]) -> None:
-        """Unshard groups and keep them so until `release`."""
+    def hold(self, groups: Sequence[FlatGroup]) -> bool:
+        """Unshard groups and keep them so until `release`. Says whether there was anything to do."""
         self._holders.update(groups)
-        _bring(groups)
+        return _bring(groups)
 
     def release(self, groups: Sequence[FlatGroup], reshard: bool = True) -> None:
         """Let go of groups that were held, and reshard those that nobody holds."""
@@ -128,16 +152,17 @@ class ShardHolder:
     # ---- forward
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        self._calls[unit].append(_Call(unit))
-        self.hold(unit.groups)
-        if not in_backward():
-            self._prefetch(self._forward_order.after(unit))
+        call = _Call(unit)
+        self._calls[unit].append(call)
+        call.brings = self.hold(unit.groups)
+        if call.brings and not in_backward():
+            self._fetch_ahead(self._forward_order, unit)
         if not torch.is_grad_enabled() or not _needs_weights_in_backward(unit.module):
             return None
-        return self._mark_inputs(self._calls[unit][-1], args, kwargs)
+        return self._mark_inputs(call, args, kwargs)
 
     def _mark_inputs(self, call: _Call, args: Any, kwargs: Any) -> Any:
-        """Replace inputs that need gradients by views whose gradients tell the end of the call's backward."""
+        """Replace inputs that need gradients by views; the gradient of one tells the end of the call's backward."""
         marked: dict[int, Tensor] = {}
 
         def mark(value: Any) -> Any:
@@ -149,16 +174,26 @@ class ShardHolder:
                 call.marked = True
             return marked[id(value)]
 
-        return tuple(mark(a) for a in args), {key: mark(value) for key, value in kwargs.items()}
+        args, kwargs = tuple(mark(a) for a in args), {key: mark(value) for key, value in kwargs.items()}
+        if not call.marked:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad:
+                    call.marked = True
+                    if not tensor.is_leaf:  # a leaf would keep the hook; the call then ends with the backward
+                        tensor.register_hook(lambda grad: self._close(call))
+        return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
+        if not self._calls[unit]:
+            return  # a hook before ours raised
         call = self._calls[unit].pop()
         awaits_backward = self._hook_outputs(call, output) if torch.is_grad_enabled() else False
-        if not in_backward() and self.root_depth:
-            keep = awaits_backward and unit is self._last_unit
-            self._forward_order.ended = unit
-        else:
+        if in_backward() or not self.root_depth:
             keep = awaits_backward and in_backward()
+        else:
+            keep = awaits_backward and unit is self._last_unit
+            if call.brings:  # ranks may differ in the others
+                self._forward_order.ended = unit
         self.release(unit.groups, reshard=not keep)
 
     def _hook_outputs(self, call: _Call, output: Any) -> bool:
@@ -174,10 +209,15 @@ class ShardHolder:
             self._keep.update(call.unit.groups)  # an output that cannot be looked into: stay until the backward ended
         return found
 
-    def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and unit.numel <= self.prefetch_numel:
-            for group in unit.groups:
-                group.start_unshard()
+    def _fetch_ahead(self, order: _Successors, unit: Unit) -> None:
+        """Begin to gather what is likely to come after `unit`, and put away what was fetched for nothing."""
+        for group in order.fetched:
+            if group.residence is Residence.GATHERING:
+                group.reshard()
+        following = order.after(unit)
+        order.fetched = following.groups if following is not None and following.numel <= self.prefetch_numel else []
+        for group in order.fetched:
+            group.start_unshard()
 
     # ---- backward
 
@@ -187,9 +227,10 @@ class ShardHolder:
         if call.backward == now:
             return
         call.backward, call.open = now, True
+        call.unfinished = {group for group in call.unit.groups if group.master is not None}
         self._open.append(call)
-        self.hold(call.unit.groups)
-        self._prefetch(self._backward_order.after(call.unit))
+        if self.hold(call.unit.groups):
+            self._fetch_ahead(self._backward_order, call.unit)
 
     def _close(self, call: _Call) -> None:
         if call.open:
@@ -198,9 +239,11 @@ class ShardHolder:
             self.release(call.unit.groups)
 
     def complete(self, group: FlatGroup) -> None:
-        """The group's last gradient is there: calls that nothing else would close are done with it."""
-        for call in [c for c in self._open if not c.marked and group in c.unit.groups]:
-            self._close(call)
+        """The group's last gradient is there. Calls that nothing else would close end with the last of their groups."""
+        for call in [c for c in self._open if group in c.unfinished]:
+            call.unfinished.remove(group)
+            if not call.marked and not call.unfinished:
+                self._close(call)
 
     # ---- the model's forward and backward as a whole
 
@@ -211,9 +254,10 @@ class ShardHolder:
             self.reset()
             self._forward_order.restart()
 
-    def end_forward(self) -> None:
-        """The model's forward is over, well or not."""
-        self.root_depth -= 1
+    def end_forward(self) -> list[FlatGroup]:
+        """The model's forward is over, well or not. Returns the groups to `hold` when its backward begins."""
+        self.root_depth = max(0, self.root_depth - 1)  # a hook before ours may have raised, so that nothing began
+        wanted = sorted(self._keep, key=lambda group: group.ticket)  # they may be gone by then; every rank alike
         if self.root_depth == 0:
             strays, self._strays = self._strays, []
             self.release(strays)
@@ -221,6 +265,7 @@ class ShardHolder:
                 self._last_unit = self._forward_order.ended
                 if not torch.is_grad_enabled():
                     self.reset()  # no backward will come and put away what was fetched ahead
+        return wanted
 
     def reset(self) -> None:
         """Reshard everything that no forward holds: at the end of a backward, and after an exception."""
@@ -247,19 +292,28 @@ class ShardHolder:
 
 
 class _Successors:
-    """Which unit came after which, the last time; the guess for the next time."""
+    """Which unit came after which, the last time; the guess for the next time, and what was fetched upon it.
+
+    Only units that bring something count: what is held by the model anyway may be used by some ranks and not by others.
+    """
 
     def __init__(self) -> None:
         self._next: dict[Unit, Unit] = {}
+        self._doubtful: set[Unit] = set()  # something else came after them, the last time
         self._previous: Unit | None = None
         self.ended: Unit | None = None
+        self.fetched: list[FlatGroup] = []
 
     def after(self, unit: Unit) -> Unit | None:
-        """The unit that is likely to follow; remembers that `unit` is here now."""
+        """The unit that is likely to follow, if any is; remembers that `unit` is here now."""
         if self._previous is not None:
+            if self._next.setdefault(self._previous, unit) is unit:
+                self._doubtful.discard(self._previous)
+            else:
+                self._doubtful.add(self._previous)
             self._next[self._previous] = unit
         self._previous = unit
-        return self._next.get(unit)
+        return self._next.get(unit) if unit not in self._doubtful else None
 
     def restart(self) -> None:
         """A new pass begins."""
@@ -272,12 +326,11 @@ class ModelHooks:
     def __init__(self, model: nn.Module, holder: ShardHolder, reducer: GradReducer) -> None:
         self.holder, self.reducer = holder, reducer
         self._outer = -1  # autograd's number of the outermost backward under way; -1: none
-        self._nested = False  # other backwards ran inside it
         holder.on_backward = reducer.on_gradient = self._note_backward
         reducer.on_complete = holder.complete
         self._handles = [
-            model.register_forward_pre_hook(self._before, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
+            model.register_forward_pre_hook(Hook(self._before), prepend=True),
+            model.register_forward_hook(Hook(self._after), always_call=True),
         ]
 
     def _before(self, model: nn.Module, args: Any) -> None:
@@ -287,36 +340,35 @@ class ModelHooks:
         self.holder.begin_forward()
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.holder.end_forward()
+        wanted = self.holder.end_forward()
+
+        def begin(grad: Tensor) -> None:
+            self._note_backward()
+            self.holder.hold(wanted)
+
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._on_output_grad)
-
-    def _on_output_grad(self, grad: Tensor) -> None:
-        self._note_backward()
+                    tensor.register_hook(begin)
 
     def _note_backward(self) -> None:
-        now = torch._C._current_graph_task_id()
         if self._outer == -1:
             window = self.reducer.window
             if not window.driven:
                 window.on_plain_backward()
-            self._outer = now
+            self._outer = torch._C._current_graph_task_id()
             if not window.driven:
                 Variable._execution_engine.queue_callback(self.end_backward)
-        elif now != self._outer:
-            self._nested = True
 
     def end_backward(self) -> None:
         """The outermost backward is over."""
-        nested, self._nested, self._outer = self._nested, False, -1
-        self.reducer.finish_backward(nested)
+        self._outer = -1
+        self.reducer.finish_backward()
         self.holder.reset()
 
     def abandon_backward(self) -> None:
         """A backward ended with an exception: drop its gradients and reshard."""
-        self._nested, self._outer = False, -1
+        self._outer = -1
         self.reducer.drop()
         self.holder.reset()
 
@@ -328,12 +380,14 @@ class ModelHooks:
         self.reducer.remove()
 
 
-def _bring(groups: Sequence[FlatGroup]) -> None:
-    """Unshard groups; all are on their way before the first is waited for."""
-    for group in groups:
+def _bring(groups: Sequence[FlatGroup]) -> bool:
+    """Unshard groups; all are on their way before the first is waited for. Says whether one was not there."""
+    missing = [group for group in groups if group.residence is not Residence.UNSHARDED]
+    for group in missing:
         group.start_unshard()
-    for group in groups:
+    for group in missing:
         group.unshard()
+    return bool(missing)
 
 
 def _needs_weights_in_backward(module: nn.Module) -> bool:

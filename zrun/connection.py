@@ -91,6 +91,11 @@ class Connection:
         except HostLostError:
             pass
 
+    def flush(self, timeout: float) -> None:
+        """Waits at most `timeout` seconds until commands have left."""
+        if self._link is not None:
+            self._link.flush(timeout)
+
     def taken(self) -> None:
         """The supervisor is done with one event."""
         self._room.release()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from zrun.connection import Connection
+
+_FLUSH_SECONDS = 2.0  # for the last words before a silence
 
 
 class Heart:
@@ -27,6 +30,9 @@ class Heart:
         """The launcher will be silent on purpose: the last line the agents get for now."""
         self._beating.acquire()
         self._beat("hold")
+        until = time.monotonic() + _FLUSH_SECONDS
+        for connection in self._connections:
+            connection.flush(max(0.0, until - time.monotonic()))
 
     def go_on(self) -> None:
         self._beat("beat")

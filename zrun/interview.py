@@ -18,6 +18,7 @@ from zrun.wire import from_line, to_line
 
 _MAX_ANSWER_BYTES = 1024 * 1024
 _LAST_WORDS_SECONDS = 1.0
+_GOODBYE_SECONDS = 0.3  # for all together
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ class Interview:
             links = list(self._links.values())
         for link in links:
             link.hang_up()
-        until = time.monotonic() + _LAST_WORDS_SECONDS
+        until = time.monotonic() + _GOODBYE_SECONDS
         for link in links:
             link.end(max(0.0, until - time.monotonic()))
 

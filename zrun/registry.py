@@ -41,35 +41,38 @@ class Entry:
 
 
 def directory(environ: Mapping[str, str]) -> str:
-    """Where the files are; empty if there is no place that is ours alone."""
+    """Where the files are."""
     base = environ.get("XDG_RUNTIME_DIR", "")
-    path = os.path.join(base, "zrun") if base and os.path.isdir(base) else f"/tmp/zrun-{os.getuid()}"
-    with suppress(FileExistsError, OSError):
-        os.mkdir(path, 0o700)
+    return os.path.join(base, "zrun") if base and os.path.isdir(base) else f"/tmp/zrun-{os.getuid()}"
+
+
+def _is_ours(place: str) -> bool:
+    """Whether it is a directory that nobody else can have put anything into."""
     try:
-        found = os.lstat(path)
+        found = os.lstat(place)
     except OSError:
-        return ""
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return path if ours else ""
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 @contextmanager
 def registered(place: str, job_id: str, world_size: int, hosts: tuple[str, ...], command: str) -> Iterator[None]:
     """Lists this process's job while entered. Where that cannot be done it is not listed, and runs all the same."""
+    with suppress(OSError):
+        os.mkdir(place, 0o700)
     sweep(place)
     own = read_process(os.getpid())
     entry = Entry(job_id, os.getpid(), own.start if own else 0, world_size, hosts, command, time.time())
     path = os.path.join(place, job_id + _SUFFIX)
     with suppress(OSError):
-        if place:
+        if _is_ours(place):
             with open(path + ".new", "x", encoding="utf-8") as file:
                 json.dump(asdict(entry), file)
             os.replace(path + ".new", path)
     try:
         yield
     finally:
-        if place:
+        if _is_ours(place):
             with suppress(OSError):
                 os.unlink(path)
             with suppress(OSError):
@@ -92,9 +95,9 @@ def sweep(place: str) -> None:
 
 def _read(place: str) -> list[tuple[str, Entry | None]]:
     found: list[tuple[str, Entry | None]] = []
-    if not place:
+    if not _is_ours(place):
         return found
-    for name in os.listdir(place) if os.path.isdir(place) else ():
+    for name in os.listdir(place):
         if name.endswith(_SUFFIX):
             path = os.path.join(place, name)
             try:

@@ -45,6 +45,9 @@ class FakeAgent:
     def receive(self, limit):
         return self.said.get(timeout=30)[:limit]
 
+    def flush(self, timeout):
+        pass
+
     def hang_up(self):
         self.hung_up = True
         self.said.put(b"")

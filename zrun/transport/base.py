@@ -30,6 +30,9 @@ class Link(Protocol):
             HostLostError: nobody is there any more.
         """
 
+    def flush(self, timeout: float) -> None:
+        """Waits at most `timeout` seconds until what was sent has left this machine's hands."""
+
     def receive(self, limit: int) -> bytes:
         """The next line with its newline; without one if it is longer than `limit` or the link ended; empty at the end.
 

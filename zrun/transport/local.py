@@ -49,6 +49,9 @@ class LocalLink:
                 except OSError as error:
                     raise HostLostError(f"its agent does not listen any more: {error.strerror}") from None
 
+    def flush(self, timeout: float) -> None:
+        """Nothing is ever kept back here."""
+
     def receive(self, limit: int) -> bytes:
         stdout = self._process.stdout
         return stdout.readline(limit) if stdout is not None else b""

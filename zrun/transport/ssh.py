@@ -36,7 +36,7 @@ class SshLink:
         self._channel = channel
         self._lock = threading.Lock()
         self._hung_up = False
-        self._unsent: SimpleQueue[bytes | None] = SimpleQueue()
+        self._unsent: SimpleQueue[bytes | threading.Event | None] = SimpleQueue()
         self._sending_failed: HostLostError | None = None
         self._rest = b""  # received, not yet asked for
         self._tail = b""
@@ -57,6 +57,11 @@ class SshLink:
             if self._sending_failed is not None:
                 raise self._sending_failed
             self._unsent.put(line)
+
+    def flush(self, timeout: float) -> None:
+        sent = threading.Event()
+        self._unsent.put(sent)
+        sent.wait(timeout)
 
     def receive(self, limit: int) -> bytes:
         while b"\n" not in self._rest[:limit] and len(self._rest) < limit:
@@ -99,8 +104,11 @@ class SshLink:
 
     def _write(self) -> None:
         try:
-            while (line := self._unsent.get()) is not None:
-                self._channel.sendall(line)
+            while (item := self._unsent.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                else:
+                    self._channel.sendall(item)
             self._channel.shutdown_write()
         except TimeoutError:
             self._sending_failed = HostLostError("its agent does not read what it is told")

@@ -77,7 +77,7 @@ class Attempt:
         self._connections = [
             Connection(host, spec, transport, self._queue) for host, spec in zip(job.hosts, job.specs, strict=True)
         ]
-        self._outcome = Outcome(job.specs)
+        self._outcome = Outcome(job.specs, job.skews)
         self._feed = feed
         self._heart = Heart(self._connections, job.specs[0].lease)
         now = time.monotonic()

@@ -44,6 +44,7 @@ class Report:
     """What is known of all hosts."""
 
     hosts: tuple[HostReport, ...]
+    witnesses: tuple[Witness, ...] = ()  # of all hosts, or none
     meeting: Meeting | None = None
     kind: tuple[str, str] = ("cpu", "gloo")  # device and backend
 
@@ -78,8 +79,9 @@ class Report:
             count = f"{unfit} of {len(self.hosts)} hosts" if len(self.hosts) > 1 else "the host"
             what = f"{count} {'are' if unfit > 1 else 'is'} not fit for the job; nothing was started"
             raise PreflightError(f"{what}\n{report_table(self)}", "zrun doctor looks again")
-        gpus = {i: host.facts.gpus for i, host in enumerate(self.hosts) if host.facts is not None}
-        return with_meeting(job, self.meeting, self.kind, gpus)
+        warnings = [("warning", f"{host.name}: {problem.what}") for host in self.hosts for problem in host.problems]
+        job = dataclasses.replace(job, remarks=(*job.remarks, *warnings))
+        return with_meeting(job, self.meeting, self.kind, self.witnesses)
 
 
 class Survey:
@@ -110,14 +112,14 @@ class Survey:
         try:
             witnesses = self._look(interview)
             if witnesses is None:
-                return self._report(None, ("cpu", "gloo"))
+                return self._report()
             wanted = self._wanted()
             for problems, found in zip(self._problems, judge(witnesses, wanted), strict=True):
                 problems += [dataclasses.replace(p, fatal=p.fatal and not self._config.no_preflight) for p in found]
             kind = ("cpu", "gloo")
             if uses_gpus(witnesses, wanted):
                 kind = ("cuda", "gloo" if wanted.backend == "gloo" else "nccl")
-            return self._report(self._meet(interview, witnesses) if self._all_fit else None, kind)
+            return self._report(witnesses, self._meet(interview, witnesses) if self._all_fit else None, kind)
         finally:
             interview.close()
 
@@ -125,12 +127,17 @@ class Survey:
     def _all_fit(self) -> bool:
         return not any(problem.fatal for problems in self._problems for problem in problems)
 
-    def _report(self, meeting: Meeting | None, kind: tuple[str, str]) -> Report:
+    def _report(
+        self,
+        witnesses: Sequence[Witness] = (),
+        meeting: Meeting | None = None,
+        kind: tuple[str, str] = ("cpu", "gloo"),
+    ) -> Report:
         hosts = [
             HostReport(host.name, host.slots, self._facts.get(i), tuple(self._problems[i]))
             for i, host in enumerate(self._job.hosts)
         ]
-        return Report(tuple(hosts), meeting, kind)
+        return Report(tuple(hosts), tuple(witnesses), meeting, kind)
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zrun.fitness import Witness
@@ -67,19 +67,19 @@ def is_link_local(address: str) -> bool:
         return False
 
 
-def with_meeting(job: Job, meeting: Meeting, kind: tuple[str, str], gpus: Mapping[int, Sequence[str]]) -> Job:
+def with_meeting(job: Job, meeting: Meeting, kind: tuple[str, str], witnesses: Sequence[Witness]) -> Job:
     """The job with what was found out about its hosts.
 
     Args:
         kind: device and backend.
-        gpus: of hosts, what they have to offer as entries for CUDA_VISIBLE_DEVICES.
+        witnesses: of all hosts.
     """
     device, backend = kind
     specs = []
-    for i, (host, spec) in enumerate(zip(job.hosts, job.specs, strict=True)):
-        devices = tuple(gpus[i][slot] for slot in host.slot_numbers) if device == "cuda" and i in gpus else spec.devices
-        interface = meeting.interfaces[i]
+    for host, spec, witness, interface in zip(job.hosts, job.specs, witnesses, meeting.interfaces, strict=True):
         told = {name: interface for name in _IFNAMES if interface and name not in spec.environment}
+        devices = tuple(witness.facts.gpus[slot] for slot in host.slot_numbers) if device == "cuda" else ()
+        is_python = bool(host.python) and spec.command[0] == host.python
         specs.append(
             dataclasses.replace(
                 spec,
@@ -87,10 +87,12 @@ def with_meeting(job: Job, meeting: Meeting, kind: tuple[str, str], gpus: Mappin
                 master_port=meeting.port,
                 device=device,
                 backend=backend,
-                devices=devices if device == "cuda" else (),
+                devices=devices,
+                command=(witness.facts.executable, *spec.command[1:]) if is_python else spec.command,
                 environment={**spec.environment, **told},
             )
         )
     place = f"[{meeting.address}]" if ":" in meeting.address else meeting.address
     view = dataclasses.replace(job.view, master=f"{place}:{meeting.port}", device=device, backend=backend)
-    return dataclasses.replace(job, specs=tuple(specs), view=view)
+    skews = tuple(witness.skew for witness in witnesses)
+    return dataclasses.replace(job, specs=tuple(specs), view=view, skews=skews)

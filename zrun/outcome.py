@@ -48,10 +48,15 @@ class HostState:
 
 
 class Outcome:
-    """Collects what happens on all hosts. The first thing that goes wrong decides."""
+    """Collects what happens on all hosts. The first thing that goes wrong decides.
 
-    def __init__(self, specs: Sequence[JobSpec]) -> None:
+    Args:
+        skews: by how many seconds the clock of each host is ahead of ours.
+    """
+
+    def __init__(self, specs: Sequence[JobSpec], skews: Sequence[float] = ()) -> None:
         self.hosts = [HostState(spec) for spec in specs]
+        self._skews = tuple(skews) or (0.0,) * len(specs)
         self.interrupted_by: int | None = None  # the signal that ended the launcher
         self._first: HostState | None = None  # the host on which something went wrong first
         self._silent_seconds: float | None = None  # all ranks were, and were ended for it
@@ -119,9 +124,14 @@ class Outcome:
             exits = [(h.spec.host, e, h.log_dirs.get(e.rank, "")) for h in self.hosts for e in h.exits.values()]
             return stall_report(self._silent_seconds, exits)
         if host.failures:
-            return self._worker_report(host, min(host.failures, key=lambda e: e.at))
+            return self._worker_report(*self._earliest())
         report = _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)
         return dataclasses.replace(report, others_stopped=self._others_stopped(set()))
+
+    def _earliest(self) -> tuple[HostState, WorkerExited]:
+        """Of all failures the first, by one clock: a crash takes others along sooner than it is heard of."""
+        failures = [(host, event) for host in self.hosts for event in host.failures]
+        return min(failures, key=lambda pair: pair[1].at - self._skews[pair[0].spec.node_rank])
 
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode

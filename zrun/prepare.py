@@ -38,6 +38,7 @@ class Job:
     remarks: tuple[tuple[str, str], ...]  # level and sentence
     port: ClaimedPort
     here: tuple[bool, ...] = ()  # one a host: whether it is this machine, and needs no SSH
+    skews: tuple[float, ...] = ()  # one a host: seconds that its clock is ahead; empty: not measured
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import platform
 import shutil
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -42,7 +43,8 @@ class Look:
 class Facts:
     """What is there. Sizes in bytes, -1 for what is not there; versions are empty for what is not installed."""
 
-    python: str
+    python: str  # version
+    executable: str  # its path
     zrun: str
     runtime: str
     torch: str
@@ -173,6 +175,7 @@ def _look(question: Look) -> Facts:
     temp_free, temp_problem = _temp()
     return Facts(
         python=platform.python_version(),
+        executable=sys.executable,
         zrun=zrun.__version__,
         runtime=_runtime_version(),
         torch=_version("torch"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from zrun.attempt import Verdict
 from zrun.console import Console
-from zrun.doctor import Report, Survey
 from zrun.errors import PreflightError
 from zrun.hostfile import Host
 from zrun.job import FailureReport
@@ -19,6 +19,9 @@ from zrun.settings import LaunchConfig
 from zrun.supervisor import Say, Supervisor
 from zrun.transport.each import EachTransport
 from zrun.transport.ssh_options import SshOptions
+
+if TYPE_CHECKING:
+    from zrun.doctor import Report
 
 _PAUSE_SECONDS = 2.0  # between looks at hosts that are not fit yet
 _CLEANUP_SECONDS = 15.0  # for a host to end what hangs, after lease and grace
@@ -89,6 +92,9 @@ class Run:
         return self._job
 
     def _look(self, job: Job) -> Report:
+        # Here and not at the top: a job on this machine alone does not wait for it to load.
+        from zrun.doctor import Survey
+
         job.port.release()  # an agent here will take it for a moment
         return Survey(job, self._transport, self._config, self._cwd, before=self._job.specs[0].job_id).run()
 

@@ -19,8 +19,8 @@ def exited(rank, code=0, stopped=False, at=0.0, traceback="", hint=""):
     return WorkerExited(rank, code, stopped, at, traceback, hint)
 
 
-def outcome_of(*events, ends=(None, None)):
-    outcome = Outcome([FIRST, SECOND])
+def outcome_of(*events, ends=(None, None), skews=()):
+    outcome = Outcome([FIRST, SECOND], skews)
     for rank in range(4):
         outcome.take(rank // 2, WorkerStarted(rank, rank % 2, 100 + rank, f"/logs/rank-{rank}"))
     for event in events:
@@ -54,9 +54,14 @@ def test_exit_codes(code, exit_code, name):
     assert report.log_path == "/logs/rank-0"
 
 
-def test_the_first_host_to_fail_decides_and_on_it_the_first_rank():
-    outcome = outcome_of(exited(3, 7, at=50.0), exited(2, 6, at=40.0), exited(0, 5, at=1.0), exited(1))
+def test_the_earliest_failure_decides_whichever_host_was_heard_first():
+    outcome = outcome_of(exited(3, 7, at=50.0), exited(2, 6, at=40.0), exited(0, 5, at=45.0), exited(1))
     assert (outcome.exit_code, outcome.report().rank) == (6, 2)
+
+
+def test_failures_are_compared_by_one_clock():
+    outcome = outcome_of(exited(2, 6, at=40.0), exited(0, 5, at=45.0), skews=(10.0, 0.0))
+    assert (outcome.exit_code, outcome.report().rank) == (5, 0)
 
 
 def test_those_who_were_stopped_are_no_reason():
@@ -91,7 +96,7 @@ def test_silent_failures_with_one_code_are_alike():
 
 
 def test_an_interrupt_is_no_failure_but_never_0():
-    outcome = Outcome([FIRST, SECOND])
+    outcome = Outcome([FIRST, SECOND], skews)
     outcome.interrupt(2)
     for node_rank in (0, 1):
         for rank in (2 * node_rank, 2 * node_rank + 1):
@@ -102,7 +107,7 @@ def test_an_interrupt_is_no_failure_but_never_0():
 
 
 def test_a_failure_before_the_interrupt_stays_the_reason():
-    outcome = Outcome([FIRST, SECOND])
+    outcome = Outcome([FIRST, SECOND], skews)
     outcome.take(0, exited(0, 3))
     outcome.interrupt(15)
     assert (outcome.exit_code, outcome.interrupted_by) == (3, None)

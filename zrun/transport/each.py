@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from zrun.errors import HostLostError
@@ -38,9 +40,8 @@ class EachTransport:
 
     def start(self, host: Host) -> Link:
         if host in self._here:
-            return (LocalTransport(self._environ, host.python) if host.python else LocalTransport(self._environ)).start(
-                host
-            )
+            python = os.path.expanduser(host.python) or sys.executable
+            return LocalTransport(self._environ, python).start(host)
         if self._ssh is None:
             raise HostLostError(f"{host.name} is none of the hosts of this job")
         return self._ssh.start(host)

@@ -1,9 +1,10 @@
-"""zrun config check | explain | schema: what a config leads to, without a GPU and without a run."""
+"""zrun config check | explain | upgrade | schema: what a config leads to, without a GPU and without a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from rich.text import Text
 from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_config, summary
 from zrun_runtime.config.json_schema import json_schema
 from zrun_runtime.config.notes import shown
+from zrun_runtime.config.tables import key_tables
+from zrun_runtime.config.upgrade import upgrade as upgraded
 from zrun_runtime.errors import ConfigError
 
 REFUSED = 2
@@ -35,7 +38,7 @@ _world_size = click.option(
 
 @click.group()
 def config() -> None:
-    """Check a config, explain it, or print its schema."""
+    """Check a config, explain it, write it in today's spelling, or print its schema."""
 
 
 @config.command()
@@ -71,9 +74,32 @@ def explain(file: str, world_size: int | None) -> None:
 
 
 @config.command()
-def schema() -> None:
+@click.argument("file")
+@click.option("--write", is_flag=True, help="Replace FILE (JSON) rather than print; comments in it are lost.")
+def upgrade(file: str, write: bool) -> None:
+    """Write FILE in today's spelling; say on stderr what was changed. An accelerate file becomes a config."""
+    try:
+        data, notes = upgraded(file)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(REFUSED)
+    for note in notes:
+        click.echo(f"{note.path}: {note.text}", err=True)
+    text = json.dumps(data, indent=2) + "\n"
+    if not write:
+        click.echo(text, nl=False)
+        return
+    aside = f"{file}.{os.getpid()}.new"
+    with open(aside, "w", encoding="utf-8") as out:
+        out.write(text)
+    os.replace(aside, file)
+
+
+@config.command()
+@click.option("--markdown", is_flag=True, help="Print the table of docs/config.md instead.")
+def schema(markdown: bool) -> None:
     """Print the JSON Schema of a config: editors complete and check with it."""
-    click.echo(json.dumps(json_schema(), indent=2, default=str))
+    click.echo(key_tables() if markdown else json.dumps(json_schema(), indent=2, default=str), nl=not markdown)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_silent_failures_with_one_code_are_alike():
 
 
 def test_an_interrupt_is_no_failure_but_never_0():
-    outcome = Outcome([FIRST, SECOND], skews)
+    outcome = Outcome([FIRST, SECOND])
     outcome.interrupt(2)
     for node_rank in (0, 1):
         for rank in (2 * node_rank, 2 * node_rank + 1):
@@ -107,7 +107,7 @@ def test_an_interrupt_is_no_failure_but_never_0():
 
 
 def test_a_failure_before_the_interrupt_stays_the_reason():
-    outcome = Outcome([FIRST, SECOND], skews)
+    outcome = Outcome([FIRST, SECOND])
     outcome.take(0, exited(0, 3))
     outcome.interrupt(15)
     assert (outcome.exit_code, outcome.interrupted_by) == (3, None)

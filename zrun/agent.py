@@ -301,14 +301,15 @@ def _serve(spec: JobSpec, begun: bytes) -> int:
 def main() -> None:
     """Entry of `python -m zrun.agent`: greets, reads the job, and becomes keeper and agent."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, no child can be waited for
-    os.write(1, f"zrun-agent {events.PROTOCOL} {zrun.__version__}\n".encode())
+    greeting = f"zrun-agent {events.PROTOCOL} {zrun.__version__}\n".encode()
+    os.write(1, greeting)
     line, begun = _read_spec()
-    if not line:
-        return
     if line.startswith(QUESTION):
         from zrun.probe import serve  # here: no job has to wait for what only questions need
 
-        serve(line, begun)
+        line, begun = serve(line, begun)
+        os.write(1, greeting)  # what follows begins as it would in a new agent
+    if not line:
         return
     try:
         spec = JobSpec.from_line(line)

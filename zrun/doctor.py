@@ -6,18 +6,19 @@ import dataclasses
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zrun
 from zrun.errors import PreflightError, ZrunError
 from zrun.fitness import Problem, Wanted, Witness, judge, uses_gpus
+from zrun.hostfile import Host
 from zrun.interview import Answer, Interview
 from zrun.meeting import Meeting, addresses_of, candidates, with_meeting
 from zrun.prepare import Job
 from zrun.probe import Facts, Listen, Listening, Look, Reach, Reached
 from zrun.settings import LaunchConfig
-from zrun.transport.base import Transport
+from zrun.transport.base import Link, Transport
 
 _START_SECONDS = 3.0  # for an agent, once its host is reached
 _LOOK_SECONDS = 20.0  # file systems may be slow
@@ -103,8 +104,12 @@ class Survey:
         self._problems: list[list[Problem]] = [[] for _ in job.hosts]
         self._facts: dict[int, Facts] = {}
 
-    def run(self) -> Report:
-        """One look. Bounded by the time for connecting, and some seconds."""
+    def run(self, keep: Callable[[Host, Link], None] | None = None) -> Report:
+        """One look. Bounded by the time for connecting, and some seconds.
+
+        Args:
+            keep: takes the agents of hosts that are all fit, for the job; without it they are ended.
+        """
         self._problems = [[] for _ in self._job.hosts]
         self._facts = {}
         pythons = [host.python or sys.executable for host in self._job.hosts]
@@ -119,7 +124,11 @@ class Survey:
             kind = ("cpu", "gloo")
             if uses_gpus(witnesses, wanted):
                 kind = ("cuda", "gloo" if wanted.backend == "gloo" else "nccl")
-            return self._report(witnesses, self._meet(interview, witnesses) if self._all_fit else None, kind)
+            report = self._report(witnesses, self._meet(interview, witnesses) if self._all_fit else None, kind)
+            if keep is not None and report.fit:
+                for host, link in zip(self._job.hosts, interview.hand_over(), strict=True):
+                    keep(host, link)
+            return report
         finally:
             interview.close()
 

@@ -75,6 +75,10 @@ class Interview:
         """The address at which a host was reached; empty if only a proxy knows, or it is this machine."""
         return self._links[i].peer
 
+    def hand_over(self) -> list[Link]:
+        """Ends the questions and gives the agents away, one a host: they are ready for a job."""
+        return [self._links.pop(i) for i in range(len(self._hosts))]
+
     def close(self) -> None:
         """Ends the agents."""
         with self._lock:

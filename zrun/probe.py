@@ -21,7 +21,7 @@ from zrun.devices import find_gpus, usable_cores
 from zrun.errors import ProtocolError, UsageError
 from zrun.interfaces import interface_of, list_addresses, plain_address
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
-from zrun.wire import from_line, to_line
+from zrun.wire import QUESTION, from_line, to_line
 
 _ALONE_SECONDS = 120  # without a question; the launcher is gone then
 _BACKLOG = 4096
@@ -152,11 +152,15 @@ class Probe:
         return Listening(number)
 
 
-def serve(line: bytes, begun: bytes) -> None:
-    """Answers a first question and those that follow, until stdin ends."""
+def serve(line: bytes, begun: bytes) -> tuple[bytes, bytes]:
+    """Answers a first question and those that follow.
+
+    Returns:
+        the first line that is no question, and what was read after it; nothing if stdin ends before.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     probe, rest = Probe(), begun
-    while True:
+    while line.startswith(QUESTION):
         signal.alarm(_ALONE_SECONDS)  # ends this process, should the launcher be gone without a word
         answer = probe.answer(line)
         while answer:
@@ -164,9 +168,12 @@ def serve(line: bytes, begun: bytes) -> None:
         while b"\n" not in rest:
             more = os.read(0, 64 * 1024)
             if not more:
-                return
+                return b"", b""
             rest += more
         line, _, rest = rest.partition(b"\n")
+    signal.alarm(0)
+    probe.close()
+    return line, rest
 
 
 def _look(question: Look) -> Facts:

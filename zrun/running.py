@@ -77,7 +77,7 @@ class Run:
             PreflightError: they are not fit.
         """
         if not all(job.here):
-            job = self._settle(job, self._look(job))
+            job = self._settle(job, self._look(job, keep=True))
         self._attempts += 1
         told = {"ZRUN_RESTART_COUNT": str(self._restarts)}
         if self._config.stall_timeout is not None:
@@ -91,12 +91,13 @@ class Run:
         )
         return self._job
 
-    def _look(self, job: Job) -> Report:
+    def _look(self, job: Job, keep: bool = False) -> Report:
         # Here and not at the top: a job on this machine alone does not wait for it to load.
         from zrun.doctor import Survey
 
         job.port.release()  # an agent here will take it for a moment
-        return Survey(job, self._transport, self._config, self._cwd, before=self._job.specs[0].job_id).run()
+        survey = Survey(job, self._transport, self._config, self._cwd, before=self._job.specs[0].job_id)
+        return survey.run(self._transport.keep if keep else None)
 
     def _settle(self, job: Job, report: Report) -> Job:
         job = report.settle(job)

@@ -70,18 +70,12 @@ class Node:
         """
         self.changed = bool(first or options)
         config = self.lab.sshd_config(self.name, options)
-        command = [tool("sshd"), "-D", "-e", "-f", str(config)]
-        if first:
-            command = [
-                "unshare",
-                "--mount",
-                "--propagation",
-                "private",
-                "sh",
-                "-c",
-                f"{first} && exec {' '.join(command)}",
-            ]
-        command = self.words(*command)
+        # What a login shell of this machine's own user would run is no part of the lab.
+        profile = os.path.expanduser("~/.bashrc")
+        steps = [f"mount --bind /dev/null {profile}"] if os.path.exists(profile) else []
+        steps += [first] if first else []
+        steps.append(f"exec {tool('sshd')} -D -e -f {config}")
+        command = self.words("unshare", "--mount", "--propagation", "private", "sh", "-c", " && ".join(steps))
         with (self.lab.directory / f"{self.name}.sshd.log").open("ab") as log:
             self.sshd = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         wait_for(lambda: ":0016 " in call(*self.words("cat", "/proc/self/net/tcp")), f"sshd of {self.name}")

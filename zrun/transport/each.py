@@ -29,6 +29,7 @@ class EachTransport:
         self, environ: Mapping[str, str], hosts: Sequence[Host], here: Sequence[bool], options: SshOptions
     ) -> None:
         self._environ = environ
+        self._kept: dict[Host, list[Link]] = {}
         self._here = {host for host, is_here in zip(hosts, here, strict=True) if is_here}
         others = [host for host in hosts if host not in self._here]
         self._ssh = None
@@ -38,7 +39,13 @@ class EachTransport:
 
             self._ssh = SshTransport(others, options)
 
+    def keep(self, host: Host, link: Link) -> None:
+        """Takes an agent that waits for a job; `start` gives it out."""
+        self._kept.setdefault(host, []).append(link)
+
     def start(self, host: Host) -> Link:
+        if self._kept.get(host):
+            return self._kept[host].pop()
         if host in self._here:
             python = os.path.expanduser(host.python) or sys.executable
             return LocalTransport(self._environ, python).start(host)

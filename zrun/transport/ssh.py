@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -38,7 +39,8 @@ class SshLink:
         self._hung_up = False
         self._unsent: SimpleQueue[bytes | threading.Event | None] = SimpleQueue()
         self._sending_failed: HostLostError | None = None
-        self._rest = b""  # received, not yet asked for
+        self._lines: deque[bytes] = deque()  # received, not yet asked for
+        self._rest = b""  # the beginning of the next one
         self._tail = b""
         self._listener = threading.Thread(target=self._listen, name="agent-stderr", daemon=True)
         self._listener.start()
@@ -64,19 +66,24 @@ class SshLink:
         sent.wait(timeout)
 
     def receive(self, limit: int) -> bytes:
-        while b"\n" not in self._rest[:limit] and len(self._rest) < limit:
+        while not self._lines and len(self._rest) < limit:
             try:
                 data = self._channel.recv(_CHUNK)
             except TimeoutError:
                 continue
             if not data:
-                if not self._rest and self._cut_off():
+                if not self._rest and self._was_cut():
                     raise self._lost()
                 break
-            self._rest += data
-        end = self._rest.find(b"\n", 0, limit) + 1 or limit
-        line, self._rest = self._rest[:end], self._rest[end:]
-        return line
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._lines.extend(line + b"\n" for line in lines)
+        if not self._lines:
+            line, self._rest = self._rest[:limit], self._rest[limit:]
+            return line
+        line = self._lines.popleft()
+        if len(line) > limit:
+            self._lines.appendleft(line[limit:])
+        return line[:limit]
 
     def hang_up(self) -> None:
         with self._lock:
@@ -92,10 +99,13 @@ class SshLink:
         self._listener.join(1.0 if code >= 0 else 0.0)
         return AgentEnd(code if code >= 0 else None, self._tail.decode("utf-8", "replace").strip())
 
-    def _cut_off(self) -> bool:
-        """Whether the connection ended, and not the program at its other end."""
+    def _was_cut(self) -> bool:
+        """Whether the connection ended, and not only the program at its other end."""
         self._channel.status_event.wait(_STATUS_SECONDS)
-        return self._channel.exit_status < 0 and not self._hung_up
+        if self._hung_up or self._channel.exit_status >= 0:
+            return False
+        self._session.transport.join(_STATUS_SECONDS)  # its thread ends with the connection
+        return not self._session.transport.is_active()
 
     def _lost(self) -> HostLostError:
         problem = self._session.transport.get_exception()

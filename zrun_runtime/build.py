@@ -42,13 +42,15 @@ def build_engine(
         checkpointing.configure(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
     policy = DtypePolicy.from_config(config)
     _place(model, world, policy.param_dtype)
+    if optimizer is not None and config.optimizer is not None and world.rank == 0:
+        notice("warning", f"optimizer.type {config.optimizer.type}: not used, as initialize() was given an optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else _trainable(model))
     groups = _param_groups(model, optimizer, model_parameters, config)
     collectives = Collectives(world)
     zero = ZeroModel(model, group_numbers(groups), _settings(config, policy, model), collectives)
     updater = _updater(optimizer, groups, zero, config)
-    scheduler = _scheduler(lr_scheduler, updater, config)
+    scheduler = _scheduler(lr_scheduler, updater, config, world)
     engine = Engine(model, zero, updater, scheduler, config, collectives)
     _announce(engine)
     return engine
@@ -111,6 +113,7 @@ def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSett
         plan=StatePlan.of_stage(zero.stage),
         grouping=GroupingPolicy(zero.reduce_bucket_size, zero.param_persistence_threshold),
         prefetch_numel=zero.prefetch_bucket_size,
+        live_numel=zero.max_live_parameters,
         wire_dtype=policy.reduce_dtype,
         window=Window(config.accumulation_steps, policy.accum_dtype, config.managed_gradient_accumulation),
         clip=config.gradient_clipping,
@@ -133,11 +136,15 @@ def _updater(
     return ShardedOptimizer(optimizer, zero.groups)
 
 
-def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Config) -> Any:
+def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Config, world: World) -> Any:
     """The caller's scheduler, else the config's, else None."""
     if updater is None:
         return lr_scheduler
     if lr_scheduler is not None:
+        if config.scheduler is not None and world.rank == 0:
+            notice(
+                "warning", f"scheduler.type {config.scheduler.type}: not used, as initialize() was given a scheduler"
+            )
         return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(updater.optimizer)
     return build_scheduler(config.scheduler, updater.optimizer) if config.scheduler is not None else None
 

@@ -30,28 +30,13 @@ from torch.autograd import Variable
 
 from zrun_runtime.flat_group import FlatGroup, Residence
 from zrun_runtime.grouping import Unit
-from zrun_runtime.reducer import GradReducer, move_to_end
+from zrun_runtime.hook import Hook, hook_first, move_to_end
+from zrun_runtime.reducer import GradReducer
 from zrun_runtime.tree import tensors_in
 
 
-class Hook:
-    """A hook of ours on a module. A copy of the module, or a pickle of it, has one that does nothing."""
-
-    def __init__(self, action: Callable[..., Any]) -> None:
-        self._action = action
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._action(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook(_do_nothing)
-
-    def __reduce__(self) -> Any:
-        return Hook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
+# What may be full at once: the two largest groups, and a little for a small third (in elements).
+_LIVE_SHARE, _LIVE_SLACK = 1.05, 2**18
 
 
 def in_backward() -> bool:
@@ -76,10 +61,14 @@ class _Call:
 class ShardHolder:
     """Unshards and reshards the groups of units around their use; see [Note: holding]."""
 
-    def __init__(self, units: Sequence[Unit], groups: Sequence[FlatGroup], prefetch_numel: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], groups: Sequence[FlatGroup], prefetch_numel: int, live_numel: int
+    ) -> None:
         self.groups = [group for group in groups if group.comes_and_goes]
         self.by_parameter = {id(p): g for g in self.groups for p in g.spec.parameters}
         self.prefetch_numel = prefetch_numel
+        largest = sorted((group.layout.padded_numel for group in self.groups), reverse=True)[:2]
+        self.live_numel = min(live_numel, int(_LIVE_SHARE * sum(largest)) + _LIVE_SLACK)
         self.root_depth = 0  # forwards of the whole model under way
         self.on_backward: Callable[[], None] = lambda: None  # a backward reached one of our units
         self._holders: Counter[FlatGroup] = Counter()
@@ -123,7 +112,13 @@ class ShardHolder:
         for group in groups:
             if self._holders[group]:  # 0 if everything was put away in between
                 self._holders[group] -= 1
-            if reshard and not self._holders[group] and not self._pinned[group] and group not in self._keep:
+        if reshard:
+            self._put_away(groups)
+
+    def _put_away(self, groups: Sequence[FlatGroup]) -> None:
+        """Reshard those that nobody holds."""
+        for group in groups:
+            if not self._holders[group] and not self._pinned[group] and group not in self._keep:
                 group.reshard()
 
     def pin(self, groups: Sequence[FlatGroup]) -> None:
@@ -156,6 +151,8 @@ class ShardHolder:
         self._calls[unit].append(call)
         call.brings = self.hold(unit.groups)
         if call.brings and not in_backward():
+            if self._last_unit is not None:
+                self._put_away(self._last_unit.groups)  # kept for the backward as the last one, and it was not
             self._fetch_ahead(self._forward_order, unit)
         if not torch.is_grad_enabled() or not _needs_weights_in_backward(unit.module):
             return None
@@ -191,7 +188,8 @@ class ShardHolder:
         if in_backward() or not self.root_depth:
             keep = awaits_backward and in_backward()
         else:
-            keep = awaits_backward and unit is self._last_unit
+            # Without gradients although the model's forward has them: a checkpoint, which will come back to it.
+            keep = unit is self._last_unit and (awaits_backward or not torch.is_grad_enabled())
             if call.brings:  # ranks may differ in the others
                 self._forward_order.ended = unit
         self.release(unit.groups, reshard=not keep)
@@ -203,7 +201,7 @@ class ShardHolder:
         found = False
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: self._open_call(call))
+                hook_first(tensor, lambda grad: self._open_call(call))  # outer units before inner ones
                 found = True
         if not found and output is not None and not isinstance(output, Tensor) and not list(tensors_in(output)):
             self._keep.update(call.unit.groups)  # an output that cannot be looked into: stay until the backward ended
@@ -215,9 +213,14 @@ class ShardHolder:
             if group.residence is Residence.GATHERING:
                 group.reshard()
         following = order.after(unit)
-        order.fetched = following.groups if following is not None and following.numel <= self.prefetch_numel else []
+        order.fetched = following.groups if following is not None and self._may_fetch(following) else []
         for group in order.fetched:
             group.start_unshard()
+
+    def _may_fetch(self, unit: Unit) -> bool:
+        """A unit may be on its way early if it is not too large, and no more is full then than two groups take."""
+        live = sum(group.layout.padded_numel for group in self.groups if group.residence is not Residence.SHARDED)
+        return unit.numel <= self.prefetch_numel and live + unit.numel <= self.live_numel
 
     # ---- backward
 
@@ -253,6 +256,8 @@ class ShardHolder:
         if self.root_depth == 1 and not in_backward():
             self.reset()
             self._forward_order.restart()
+            if not torch.is_grad_enabled():
+                self._last_unit = None  # no backward will want it
 
     def end_forward(self) -> list[FlatGroup]:
         """The model's forward is over, well or not. Returns the groups to `hold` when its backward begins."""
@@ -279,11 +284,6 @@ class ShardHolder:
         for group in self.groups:
             if not self._pinned[group]:
                 group.reshard()
-
-    @property
-    def at_rest(self) -> bool:
-        """Nothing is unsharded."""
-        return all(group.residence is Residence.SHARDED for group in self.groups)
 
     def remove(self) -> None:
         """Take the hooks off the modules."""
@@ -349,7 +349,7 @@ class ModelHooks:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(begin)
+                    hook_first(tensor, begin)
 
     def _note_backward(self) -> None:
         if self._outer == -1:

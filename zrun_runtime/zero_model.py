@@ -33,6 +33,7 @@ class ZeroSettings:
     plan: StatePlan
     grouping: GroupingPolicy
     prefetch_numel: int
+    live_numel: int
     wire_dtype: torch.dtype | None
     window: Window
     clip: float  # L2 norm; 0: none
@@ -73,7 +74,7 @@ class ZeroModel:
         self.groups = [self._build(spec) for spec in specs]
         self.where = self._index()
         self.share_the_rest()
-        self.holder = ShardHolder(units, self.groups, settings.prefetch_numel)
+        self.holder = ShardHolder(units, self.groups, settings.prefetch_numel, settings.live_numel)
         self._attach(_trained(self.groups, reverse=settings.plan.shards_params))
 
     def _to_manage(self) -> dict[str, nn.Parameter]:

@@ -23,7 +23,6 @@ NONE: dict[str, Any] = {
     "round_robin_gradients": (True, False),
     "contiguous_gradients": (True, False),
     "reduce_scatter": (True, False),
-    "stage3_max_live_parameters": (0, 1e9),
     "stage3_max_reuse_distance": (0, 1e9),
 }
 
@@ -64,6 +63,13 @@ def test_prefetch_bucket_size_bounds_what_is_gathered_ahead(world: Worlds) -> No
     assert block["live"] - none["live"] == pytest.approx(4 * 4160, rel=0.1), "one layer is ahead"
     assert none["gathered"] == block["gathered"] and none["digest"] == block["digest"]
     assert block["notes"]["stage3_prefetch_bucket_size"][0] == "honoured"
+
+
+def test_max_live_parameters_bounds_what_is_gathered_ahead(world: Worlds) -> None:
+    none, some = _run(world, 3, *[{"stage3_max_live_parameters": size} for size in (0, 1e9)])
+    assert none["live"] < some["live"]
+    assert none["gathered"] == some["gathered"] and none["digest"] == some["digest"]
+    assert none["notes"]["stage3_max_live_parameters"][0] == "honoured"
 
 
 def test_persistence_threshold_keeps_small_groups_and_saves_their_gathers(world: Worlds) -> None:

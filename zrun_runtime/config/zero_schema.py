@@ -118,8 +118,8 @@ class ZeroConfig(Section):
     )
     max_live_parameters: Size = key(
         1_000_000_000,
-        NO_EFFECT,
-        "a block is released as soon as it was used; stage3_prefetch_bucket_size bounds the next",
+        HONOURED,
+        "upper bound of what is whole at once when the next block is gathered ahead; the two largest groups at most",
         alias="stage3_max_live_parameters",
         stages=(3,),
     )

@@ -1,0 +1,41 @@
+"""Hooks of ours on modules and tensors: what a copy of a module does with them, and which of several runs first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class Hook:
+    """A hook on a module. A copy of the module, or a pickle of it, has one that does nothing."""
+
+    def __init__(self, action: Callable[..., Any]) -> None:
+        self._action = action
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._action(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook(_do_nothing)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def move_to_end(hooks: dict[int, Any], key: int) -> None:
+    """Make one hook of an ordered dict of hooks the last to run."""
+    hooks[key] = hooks.pop(key)
+
+
+def hook_first(tensor: Tensor, action: Callable[[Tensor], None]) -> None:
+    """Call `action` with the gradient of a tensor before any other hook of the tensor."""
+    handle = tensor.register_hook(action)
+    hooks: Any = tensor._backward_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        move_to_end(hooks, key)  # autograd takes them as they were put in, whatever OrderedDict.move_to_end says

@@ -41,6 +41,7 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
 }
 _RESTRICTING = ("ciphers", "hostkeyalgorithms", "kexalgorithms", "macs", "pubkeyacceptedalgorithms")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.:%-]+\Z")  # of hosts and users: they go into a user's ProxyCommand
+_MATCH_EXEC = re.compile(r"(?i)\s*match\s(.*\s)?!?exec\s")
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
 
 
@@ -93,6 +94,11 @@ class SshConfig:
             if lines:
                 lines.append("Match all")  # whatever block the first file ended in
             lines += _read(path, os.path.dirname(path), 0)
+        executed = next((line.strip() for line in lines if _MATCH_EXEC.match(line)), None)
+        if executed is not None:  # paramiko would do it, and take our stdin for it
+            raise UsageError(
+                f"ssh_config ({self._file}): zrun cannot do `{executed}`", "give --ssh_config a file without it"
+            )
         try:
             self._config = paramiko.SSHConfig.from_text("\n".join(lines))
         except paramiko.ConfigParseError as error:
@@ -134,8 +140,6 @@ class SshConfig:
     def _lookup(self, name: str) -> paramiko.SSHConfigDict:
         try:
             return self._config.lookup(name)
-        except ImportError:
-            raise UsageError(f"ssh_config for {name}: zrun cannot do `Match exec`", "write a Host block") from None
         except (paramiko.SSHException, KeyError, ValueError) as error:
             raise UsageError(f"ssh_config for {name}: {error}") from None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -107,15 +106,14 @@ class Engine(AccumulationControl):
             self._losses.append(loss.detach())
             loss = loss / self.settings.accumulation_steps
         scaled = self._times_scale(loss)
-        hooks, self.window.driven = self.zero.hooks, True
-        try:
-            scaled.backward(retain_graph=retain_graph)
-            hooks.end_backward()
-        except BaseException:
-            hooks.abandon_backward()
-            raise
-        finally:
-            self.window.driven = False
+        hooks = self.zero.hooks
+        with self.window.drive():
+            try:
+                scaled.backward(retain_graph=retain_graph)
+                hooks.end_backward()
+            except BaseException:
+                hooks.abandon_backward()
+                raise
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -144,6 +142,8 @@ class Engine(AccumulationControl):
         if self.window.held:
             raise EngineError("step: inside no_sync() gradients are not reduced", "call step after the context")
         boundary = self.window.at_boundary
+        if self.window.counts_too_slowly and not boundary:
+            self._warn_of_counting()
         self.micro_steps += 1
         self.window.move_on(updated=boundary)
         if not boundary:
@@ -169,14 +169,25 @@ class Engine(AccumulationControl):
             text = f"step {self.global_steps + 1} skipped on every rank: a gradient is not finite"
             notice("warning", f"{text} ({self.skipped_steps} skipped so far)")
 
+    def _warn_of_counting(self) -> None:
+        if self.micro_steps == 0 and self.collectives.world.rank == 0:
+            notice(
+                "warning",
+                f"step() was called once after {self.window.backwards} backwards, and counts as one micro-batch of "
+                f"{self.window.steps}: call it after every backward, or set managed_gradient_accumulation to false",
+            )
+
     def _adapt_loss_scale(self, overflow: bool) -> None:
         if self.scaler is None:
             return
+        before = self.scaler
         try:
-            self.scaler = self.scaler.after(overflow)
+            self.scaler = before.after(overflow)
         except LossScaleError as error:
             culprit = self.zero.first_nonfinite()
             raise LossScaleError(f"{error.message}; the first gradient that is not: {culprit}", error.hint) from None
+        if overflow and self.collectives.world.rank == 0:
+            notice("info", self.scaler.change_since(before))
 
     def _samples(self) -> int:
         if self.window.managed:

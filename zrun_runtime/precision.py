@@ -125,6 +125,14 @@ class LossScaler:
             return replace(self, scale=self.scale * 2, hysteresis_left=full)
         return replace(self, hysteresis_left=left)
 
+    def change_since(self, before: LossScaler) -> str:
+        """What an overflow changed, in words."""
+        if self.scale != before.scale:
+            return f"loss scale {before.scale:g} -> {self.scale:g}"
+        if self.settings.static:
+            return f"loss scale {self.scale:g} is fixed"
+        return f"loss scale stays {self.scale:g}; hysteresis {before.hysteresis_left} -> {self.hysteresis_left}"
+
     def state_dict(self) -> dict[str, float | int]:
         """What a checkpoint has to hold; the settings come from the config."""
         return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +23,8 @@ class Window:
     managed: False makes every step an update, however many backwards came before it.
     forced: what a caller said about the backward that runs now, or the next: whether it is the last. None: count.
     held: backwards keep their gradients to themselves, until one runs that does not.
-    driven: `Engine.backward` runs the backward, and has divided the loss. Else each gradient is divided as it arrives.
+    driven: our own `Engine.backward` runs the backward.
+    backwards: how many `Engine.backward` ran since `step` was called last.
     on_plain_backward: called when a backward begins that is not driven; may refuse it by raising.
     """
 
@@ -32,7 +35,9 @@ class Window:
     done: int = 0
     held: bool = False
     driven: bool = False
+    backwards: int = 0
     on_plain_backward: Callable[[], None] = _nothing
+    dividing: ClassVar[int] = 0  # calls of any engine's `backward` under way: each has divided the loss
 
     @property
     def at_boundary(self) -> bool:
@@ -48,8 +53,25 @@ class Window:
 
     @property
     def weight(self) -> float:
-        """What a gradient that arrives is multiplied by."""
-        return 1.0 if self.driven else 1.0 / self.steps
+        """What a gradient that arrives is multiplied by: divided as the loss was not, which may be several engines'."""
+        return 1.0 if Window.dividing else 1.0 / self.steps
+
+    @contextmanager
+    def drive(self) -> Iterator[None]:
+        """`Engine.backward` of this window's engine runs."""
+        self.driven = True
+        self.backwards += 1
+        Window.dividing += 1
+        try:
+            yield
+        finally:
+            self.driven = False
+            Window.dividing -= 1
+
+    @property
+    def counts_too_slowly(self) -> bool:
+        """As many backwards as make a step ran, but `step`, which counts one micro-batch a call, is called once."""
+        return self.managed and self.forced is None and self.backwards >= self.steps > 1 and not self.done
 
     def hold(self) -> None:
         """Keep gradients until `held` is false again. Several are added up from now on, in fp32 if in doubt."""
@@ -59,3 +81,4 @@ class Window:
     def move_on(self, updated: bool) -> None:
         """A micro-batch is over, and with it the window if there was an update."""
         self.done = 0 if updated else self.done + 1
+        self.backwards = 0

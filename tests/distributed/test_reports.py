@@ -1,0 +1,97 @@
+"""What users of runtimes like this one have reported as broken, and what has to happen instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from . import report_uses
+from .worlds import World
+
+pytestmark = pytest.mark.slow
+
+STAGES = (0, 1, 2, 3)
+Worlds = Callable[..., World]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_the_program_passes_goes_before_the_config_and_is_told(stage: int, world: Worlds) -> None:
+    for rank, found in enumerate(world(2).run(report_uses.schedules, stage=stage)):
+        assert found["kind"] == "LambdaLR"
+        assert found["rate"] == [1e-5] and found["applied"] <= 1e-7
+        for line in ("scheduler.type WarmupLR: not used", "optimizer.type SGD: not used"):
+            assert found["said"].count(line) == (rank == 0)
+
+
+def test_an_overflow_says_what_it_changed(world: Worlds) -> None:
+    first, other = world(2).run(report_uses.overflow_in_words)
+    assert "loss scale stays 16; hysteresis 2 -> 1" in first
+    assert first.index("loss scale 16 -> 8") < first.index("loss scale 8 -> 4")
+    assert "step 3 skipped on every rank: a gradient is not finite (3 skipped so far)" in first
+    assert not other
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_engine_divides_and_a_tail_is_carried_over(stage: int, world: Worlds) -> None:
+    for rank, found in enumerate(world(2).run(report_uses.accumulation, stage=stage)):
+        assert found["steps"] == 2 and found["far"] <= 1e-6
+        assert found["tail"][0] == 3 and found["tail"][1] <= 1e-6
+        said, steps, boundary = found["rare"]
+        assert steps == 0 and not boundary
+        assert said.count("step() was called once after 4 backwards") == (rank == 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_from_a_vector(stage: int, world: Worlds) -> None:
+    assert all(far <= 1e-6 for far in world(2).run(report_uses.vector_backward, stage=stage))
+
+
+@pytest.mark.parametrize("uneven", (False, True), ids=("even", "uneven"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_branches_that_some_steps_skip(stage: int, uneven: bool, world: Worlds) -> None:
+    for found in world(2).run(report_uses.branches, stage=stage, uneven=uneven):
+        assert found["far"] <= 1e-6
+        assert found["rest"] == 1, "nothing that was fetched ahead stays"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_elements_on_four_ranks(stage: int, world: Worlds) -> None:
+    assert all(far <= 1e-6 for far in world(4).run(report_uses.tiny, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_keep_their_types_and_the_state_dict_its_names(stage: int, world: Worlds) -> None:
+    for rank, found in enumerate(world(2).run(report_uses.buffers, stage=stage)):
+        assert found["angles"] and found["back"]
+        if stage == 3 and rank:
+            assert not found["dtypes"]
+            continue
+        assert found["dtypes"] == {
+            **dict.fromkeys(("linear.weight", "linear.bias"), "torch.bfloat16"),
+            **dict.fromkeys(("norm.running_mean", "norm.running_var", "angles"), "torch.float32"),
+            **dict.fromkeys(("norm.num_batches_tracked", "counts"), "torch.int64"),
+        }
+
+
+@pytest.mark.parametrize("accumulation", (1, 3))
+@pytest.mark.parametrize("stages", ((1, 3), (3, 2), (0, 3)))
+def test_two_engines_under_one_loss(stages: tuple[int, int], accumulation: int, world: Worlds) -> None:
+    for found in world(2).run(report_uses.two_engines, stages=stages, accumulation=accumulation):
+        assert max(found["far"]) <= 1e-6
+        assert found["steps"] == 3
+
+
+def test_the_loader_gives_each_rank_its_own_micro_batches(world: Worlds) -> None:
+    (length, sizes, mine), (_, _, others) = world(2).run(report_uses.loader)
+    assert length == 40 and sizes == {3}
+    assert not mine & others and mine | others == set(range(240))
+
+
+def test_a_rank_with_more_batches_is_told_within_the_time_out() -> None:
+    own = World(2)  # with a time-out of its own
+    results = own.run(report_uses.uneven_batches, stage=3, timeout=60, last=True)
+    assert results[0][0] == ""
+    kind, said = results[1]
+    assert kind == "RanksDivergedError"
+    assert "rank 1 waited for the other ranks" in said

@@ -153,12 +153,13 @@ class FlatGroup:
             self._versions = [version + 1 for version in self._versions]
             return Pending()
         torch.autograd.graph.increment_version(self.spec.parameters)
+        self._versions = [p._version for p in self.spec.parameters]
         if self.owned is self.full:
             return Pending()
         return self.collectives.all_gather(self.full, self.shard)
 
     def store(self, source: int | None = None) -> None:
-        """Take edits of the full values into shard and master.
+        """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.
 
         source: the rank whose edits count; None: every rank keeps what it wrote into its own slice.
         """
@@ -168,7 +169,19 @@ class FlatGroup:
         if self.comes_and_goes:
             self.shard.copy_(self.full[start:stop])
         if self.master is not None and self.master.dtype is not self.owned.dtype:
-            self.master.detach().copy_(self.owned)
+            master = self.master.detach()
+            master.copy_(torch.where(master.to(self.owned.dtype) == self.owned, master, self.owned.to(master.dtype)))
+        self._versions = [p._version for p in self.spec.parameters]
+
+    def take_edits(self) -> bool:
+        """Take what was written, outside of the optimizer, into parameters that are full between uses; was there any?
+
+        Seen by the parameters' versions, which an edit of `p.data` does not change.
+        """
+        if self.comes_and_goes or [p._version for p in self.spec.parameters] == self._versions:
+            return False
+        self.store()
+        return True
 
     def edited(self) -> bool:
         """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""

@@ -23,6 +23,7 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
+from zrun_runtime.telemetry import notice
 from zrun_runtime.window import Window
 
 
@@ -65,7 +66,7 @@ class ZeroModel:
         self.managed = self._to_manage()
         self.updater: ShardedOptimizer | None = None
         self._ticket = collectives.register("a step")
-        self._order_known = self._removed = False
+        self._order_known = self._removed = self._edits_told = False
         units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
         if settings.plan.shards_params:
             specs = specs_of_units(units, optimizer_groups, settings.grouping)
@@ -162,6 +163,7 @@ class ZeroModel:
 
     def update(self, verdict: Verdict) -> None:
         """Apply the reduced gradients, clipped. Every parameter is readable on return."""
+        self._take_edits()
         if not self._order_known:
             self._learn_order()
         if self.updater is None:
@@ -170,6 +172,14 @@ class ZeroModel:
         scale = (min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0) / verdict.loss_scale
         reduced = {grads.group: grads.reduced for grads in self.reducer.order}
         self.updater.step(lambda group: _present(reduced[group]), scale)
+
+    def _take_edits(self) -> None:
+        """Edits of 16-bit weights would be undone when the master weights are published next."""
+        edited = [group for group in self.groups if group.take_edits() and group.master is not group.owned]
+        if edited and not self._edits_told and self.collectives.world.rank == 0:
+            self._edits_told = True
+            names = edited[0].spec.label
+            notice("info", f"weights were changed between two steps ({names}); the master weights follow such edits")
 
     def end_step(self) -> None:
         """Drop the gradients of the window that is over, also those of parameters that no group holds."""
@@ -188,7 +198,8 @@ class ZeroModel:
             return
         named = sorted(self._trainable(), key=lambda item: position[id(item[1])])
         specs = specs_in_order(named, self.model, self.optimizer_groups, self.settings.grouping)
-        if [s.names for s in specs] == [g.spec.names for g in self.groups] or self._has_state():
+        has_state = self.updater is not None and bool(self.updater.optimizer.state)
+        if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state:
             return
         self._regroup(specs)
 
@@ -201,9 +212,6 @@ class ZeroModel:
         order = torch.tensor(seen + rest, dtype=torch.int64, device=self.collectives.world.device)
         self.collectives.broadcast(order)
         return {id(trainable[index]): place for place, index in enumerate(order.tolist())}
-
-    def _has_state(self) -> bool:
-        return self.updater is not None and bool(self.updater.optimizer.state)
 
     def _regroup(self, specs: Sequence[GroupSpec]) -> None:
         """Move values and reduced gradients into new groups. There is no optimizer state yet."""

@@ -112,7 +112,9 @@ KIND = {"Adam": "AdamW", "Adam, coupled": "Adam", "Adam of torch": "AdamW", "lam
 
 @pytest.mark.parametrize(("stage", "size"), ((0, 2), (1, 2), (2, 2), (3, 2), (3, 4)))
 def test_optimizers_of_a_config_are_those_of_torch(stage: int, size: int, world: Worlds) -> None:
-    for found in world(size).run(engine_uses.optimizers_against_torch, stage=stage, kinds=OPTIMIZERS):
+    few = ("AdamW", "Lion", "Lamb", "lamb, clamped")
+    kinds = OPTIMIZERS if size == 2 else {label: OPTIMIZERS[label] for label in few}
+    for found in world(size).run(engine_uses.optimizers_against_torch, stage=stage, kinds=kinds):
         for label, (kind, far) in found.items():
             assert kind == KIND.get(label, label)
             assert far < 1e-2 if kind == "Lion" else far < 2e-5, f"{label} is {far} away"

@@ -63,6 +63,16 @@ def test_edits_of_gathered_parameters_stay(stage: int, dtype: str, modifier: int
         assert found["digest"] == results[0]["digest"]
 
 
+@pytest.mark.parametrize("dtype", ("", "bf16"), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_in_passing_are_followed_and_gatherings_round_nothing(stage: int, dtype: str, world: Worlds) -> None:
+    for found in world(2).run(zero_uses.edits_in_passing, stage=stage, dtype=dtype):
+        assert found["kept"]
+        if stage < 3:
+            assert found["clamped"] < 0.05 and found["near"] < 0.5
+            assert found["others"] < 0.1
+
+
 @pytest.mark.parametrize(("stage", "dtype"), ((0, ""), (1, "bf16"), (2, ""), (3, ""), (3, "fp16"), (0, "bf16")))
 def test_single_states_are_what_was_set(stage: int, dtype: str, world: Worlds) -> None:
     results = world(2).run(zero_uses.states, stage=stage, dtype=dtype)

@@ -215,6 +215,27 @@ def edits(rank: int, world: int, *, stage: int, dtype: str, modifier: int | None
     return {"agree": agree, "filled": filled, "moved": moved, "digest": digest(gathered(engine.module))}
 
 
+def edits_in_passing(rank: int, world: int, *, stage: int, dtype: str) -> dict[str, Any]:
+    """Weights clamped between steps as a script does it, without a context; and a gathering that changes nothing."""
+    engine = stack_engine(stage, dtype=dtype)
+    _train(engine, rank, 3)
+    before = masters(engine.module)
+    with zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        pass
+    found = {"kept": all(torch.equal(before[name], value) for name, value in masters(engine.module).items())}
+    if stage < 3:
+        weight = engine.module.blocks[0].up.weight
+        with torch.no_grad():
+            weight.clamp_(-0.01, 0.01)
+        after = {name: value.float() for name, value in gathered(engine.module).items()}
+        _train(engine, rank, 1)
+        master = masters(engine.module)
+        found["clamped"] = float(master["blocks.0.up.weight"].abs().max())
+        found["others"] = distance(master["blocks.1.up.weight"], before["blocks.1.up.weight"])
+        found["near"] = distance(master["blocks.0.up.weight"], after["blocks.0.up.weight"])
+    return found
+
+
 # ---- single states
 
 

@@ -34,7 +34,6 @@ _ALIKE_LIMIT = 1.5  # ... as long as they keep coming
 _CLEANUP_SECONDS = 15.0  # after grace, for an agent or keeper to end what cannot be killed
 _REMARK_SECONDS = 1.0  # after the others were told to stop
 _SAME_KEYSTROKE = 0.25  # a wrapper may pass on a Ctrl-C that we have got already
-_ASLEEP_SECONDS = 5.0  # between two looks at the clock: more, and this process was stopped
 
 
 @dataclass
@@ -102,7 +101,8 @@ class Attempt:
 
     def _seconds_to_wait(self) -> float:
         times = (self._times.stop_at, self._times.remark_at, self._times.give_up_at)
-        return max(0.0, min([1.0, *(t - time.monotonic() for t in times if t is not None)]))
+        tick = min(1.0, self._job.specs[0].lease / 8)
+        return max(0.0, min([tick, *(t - time.monotonic() for t in times if t is not None)]))
 
     def _next_item(self, timeout: float) -> object:
         try:
@@ -188,7 +188,7 @@ class Attempt:
 
     def _look_at_the_hosts(self, now: float) -> None:
         times, lease = self._times, self._job.specs[0].lease
-        if now - times.looked_at > min(_ASLEEP_SECONDS, lease / 2):
+        if now - times.looked_at > lease / 2:  # this process was stopped
             times.awake_since = now
         times.looked_at = now
         late = now > times.started + GREETING_SECONDS

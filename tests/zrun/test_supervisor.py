@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import queue
+from functools import partial
 
 import pytest
 
 from tests.zrun.test_feed import Recorder
 from zrun import attempt as attempting
-from zrun.errors import HostLostError
-from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerOutput, encode
+from zrun.errors import HostLostError, PreflightError
+from zrun.events import AgentAlive, AgentDone, AgentFailed, Event, WorkerExited, WorkerOutput, encode
 from zrun.hostfile import Host
 from zrun.job import JobSpec, JobView
 from zrun.ports import claim_free_port
@@ -32,12 +33,16 @@ class FakeAgent:
             self.said.put(said)
         self.at_stop = at_stop
         self.how = end
+        self.lives = 0  # heartbeats that it answers
         self.heard: list[dict] = []
         self.hung_up = False
 
     def send(self, line):
         data = json.loads(line)
         self.heard.append(data)
+        if data.get("command") == "beat" and self.lives > 0:
+            self.lives -= 1
+            self.said.put(encode(AgentAlive()))
         if data.get("command") in ("stop", "kill"):
             for said in self.at_stop:
                 self.said.put(said)
@@ -53,6 +58,7 @@ class FakeAgent:
         self.said.put(b"")
 
     def end(self, timeout):
+        self.waited = timeout
         return self.how
 
     def commands(self):
@@ -77,14 +83,16 @@ def agent(*says: Event | bytes, at_stop: tuple[Event | bytes, ...] = (), end: Ag
     return FakeAgent([GREETING, *lines(says)], lines(at_stop), end or AgentEnd(0, ""))
 
 
-def run(grace=1.0, **agents):
+def run(grace=1.0, lease=30.0, again=lambda job, verdict, say: None, stall=None, **agents):
     hosts = tuple(Host(name, 1) for name in agents)
-    first = JobSpec("id", "", 0, len(hosts), len(hosts), 0, 1, "::1", 1, "cpu", "gloo", ("x",), "/", {}, grace=grace)
+    first = JobSpec(
+        "id", "", 0, len(hosts), len(hosts), 0, 1, "::1", 1, "cpu", "gloo", ("x",), "/", {}, grace=grace, lease=lease
+    )
     specs = tuple(dataclasses.replace(first, host=host.name, node_rank=i, first_rank=i) for i, host in enumerate(hosts))
     view = JobView("id", len(hosts), tuple(agents), "cpu", "gloo", "x:1", "x")
     job = Job(view, hosts, specs, assign_ranks(hosts), (), claim_free_port())
     console = Recorder()
-    code = Supervisor(job, FakeTransport(**agents), console).run()
+    code = Supervisor(job, FakeTransport(**agents), console, partial(again, job), stall).run()
     job.port.release()
     return code, console
 
@@ -192,3 +200,63 @@ def test_output_after_the_failure_is_still_shown():
     kinds = [call[0] for call in console.calls]
     assert ("handle", "a", WorkerOutput(0, "stderr", "late words")) in console.calls
     assert kinds[-2:] == ["failed", "close"]
+
+
+def test_a_silent_host_is_lost_though_its_line_looks_well():
+    one, two = agent(), agent(at_stop=(done(1, -15, stopped=True), AgentDone(), b""))
+    two.lives = 100
+    code, console = run(lease=0.8, a=one, b=two)
+    assert (code, failure_of(console).host) == (4, "a")
+    assert "no sign of life for 0.8 s" in failure_of(console).message
+    assert one.waited == 0.0 and two.waited > 0.0
+
+
+def test_answers_to_heartbeats_keep_a_host():
+    one = agent(at_stop=(AgentDone(), b""))
+    one.lives = 8  # at a quarter of the lease each
+    code, console = run(lease=1.0, a=one)
+    assert code == 4 and one.lives == 0
+    assert not [call for call in console.calls if call[0] == "handle"]
+
+
+def test_a_job_that_fails_starts_again_while_that_is_wanted():
+    first, later = agent(done(0, 3), AgentDone(), b""), agent(done(0), AgentDone(), b"")
+    attempts = []
+
+    def again(job, verdict, say):
+        attempts.append((verdict.code, verdict.lost, verdict.report.rank))
+        say("warning", "once more")
+        first.__dict__.update(later.__dict__)
+        return job
+
+    code, console = run(again=again, a=first)
+    assert (code, attempts) == (0, [(3, (), 0)])
+    kinds = [call[0] for call in console.calls]
+    assert kinds.count("job_started") == 2 and kinds.count("close") == 1 and "failed" not in kinds
+
+
+def test_a_restart_that_cannot_be_leaves_the_first_failure():
+    def again(job, verdict, say):
+        raise PreflightError("a is away")
+
+    code, console = run(again=again, a=agent(done(0, 3), AgentDone(), b""))
+    assert (code, failure_of(console).rank) == (3, 0)
+    assert ("message", "error", "the job cannot be started again: a is away") in console.calls
+
+
+def test_silent_ranks_are_ended_for_their_stacks():
+    one = agent(end=AgentEnd(0, ""))
+    dump = (
+        'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "/t.py", line 3 in load\n'
+    )
+
+    def answer(line):
+        if json.loads(line).get("number") == 6:
+            for said in (WorkerExited(0, -6, False, 1.0, dump), AgentDone()):
+                one.said.put(encode(said))
+            one.said.put(b"")
+
+    one.send = answer
+    code, console = run(stall=0.3, a=one)
+    assert code == 134
+    assert "silent for 0.3 s: all are at /t.py:3 in load" in failure_of(console).message

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from zrun_runtime.collectives import Collectives
+from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import call_number
@@ -74,12 +75,22 @@ def shard_early(parameter: nn.Parameter, label: str, collectives: Collectives, d
     if not plain or parameter.is_meta or not parameter.numel() or early_shard(parameter) is not None:
         return
     parameter.data = parameter.data.to(collectives.world.device, dtype)
+    if collectives.world.size == 1:
+        return  # the slice is the whole
     setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, label, collectives))
 
 
 def recast_early(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Keep the slice of an early parameter in another dtype. A collective."""
+    """Keep the slice of an early parameter in another dtype. A collective.
+
+    Raises:
+        ParameterError: the parameter is gathered.
+    """
     shard = early_shard(parameter)
+    if shard is not None and shard.pins:
+        raise ParameterError(
+            f"{shard.group.spec.label}: it is gathered", "leave GatheredParameters before you call initialize()"
+        )
     if shard is not None and parameter.dtype is not dtype:
         parameter.data = shard.give_up(parameter).to(dtype)
         setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, shard.group.spec.label, shard.collectives))

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zrun_runtime.accumulation import AccumulationControl
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import Config
 from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
-from zrun_runtime.data import build_loader
+from zrun_runtime.data import LoaderOptions, build_loader
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
@@ -255,11 +255,25 @@ class Engine(AccumulationControl):
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
-        """A loader of this rank's micro-batches."""
-        size = batch_size or self.train_micro_batch_size_per_gpu()
-        return build_loader(dataset, size, self.world, collate_fn, self.settings.dataloader_drop_last)
+        """A loader of this rank's micro-batches.
+
+        Args:
+            batch_size: samples a micro-batch; default: the config's.
+            route: "train" shuffles; "eval" and "predict" keep the order.
+            data_sampler: in place of the one that gives every rank its own share.
+            num_local_io_workers: processes that read; default: none, this process reads.
+        """
+        drop_last = self.settings.dataloader_drop_last
+        how = LoaderOptions(
+            collate_fn, data_sampler, route == "train", drop_last, pin_memory, num_local_io_workers or 0
+        )
+        return build_loader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world, how)
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

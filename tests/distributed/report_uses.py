@@ -237,8 +237,13 @@ def loader(rank: int, world: int) -> tuple[int, set[int], set[int]]:
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
     config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     data = TensorDataset(torch.arange(240))
-    _, _, batches, _ = zrun_runtime.initialize(model=Stack(), config=config, training_data=data)
+    engine, _, batches, _ = zrun_runtime.initialize(model=Stack(), config=config, training_data=data)
+    ordered = engine.deepspeed_io(data, batch_size=5, route="eval", collate_fn=lambda items: [int(i[0]) for i in items])
+    assert next(iter(ordered)) == [rank + world * number for number in range(5)]
+    own = engine.deepspeed_io(data, data_sampler=torch.utils.data.SequentialSampler(data))
+    assert next(iter(own))[0].tolist() == [0, 1, 2]
     seen = [batch[0] for batch in batches]
+    assert torch.cat(seen).tolist() != sorted(torch.cat(seen).tolist())
     return len(batches), {len(batch) for batch in seen}, set(torch.cat(seen).tolist())
 
 

@@ -34,7 +34,6 @@ from zrun_runtime.hook import Hook, hook_first, move_to_end
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.tree import tensors_in
 
-
 # What may be full at once: the two largest groups, and a little for a small third (in elements).
 _LIVE_SHARE, _LIVE_SLACK = 1.05, 2**18
 
@@ -66,20 +65,17 @@ class ShardHolder:
     ) -> None:
         self.groups = [group for group in groups if group.comes_and_goes]
         self.by_parameter = {id(p): g for g in self.groups for p in g.spec.parameters}
-        self.prefetch_numel = prefetch_numel
-        largest = sorted((group.layout.padded_numel for group in self.groups), reverse=True)[:2]
-        self.live_numel = min(live_numel, int(_LIVE_SHARE * sum(largest)) + _LIVE_SLACK)
         self.root_depth = 0  # forwards of the whole model under way
         self.on_backward: Callable[[], None] = lambda: None  # a backward reached one of our units
         self._holders: Counter[FlatGroup] = Counter()
         self._pinned: Counter[FlatGroup] = Counter()  # held by the user, through forwards and backwards
         self._keep: set[FlatGroup] = set()  # not resharded before the next backward ends
         self._strays: list[FlatGroup] = []  # held until the end of the model's forward
-        self._forward_order = _Successors()
-        self._backward_order = _Successors()
+        self._forward_order = _Order(self.groups, prefetch_numel, live_numel)
+        self._backward_order = _Order(self.groups, prefetch_numel, live_numel)
         self._open: list[_Call] = []
         self._calls: dict[Unit, list[_Call]] = {}
-        self._last_unit: Unit | None = None  # whose forward ended last, in the last forward of the model
+        self._last_unit: Unit | None = None  # whose forward is the last to end, as far as is known
         self._handles: list[Any] = []
         for unit in units:
             unit.groups = list(dict.fromkeys(
@@ -151,9 +147,10 @@ class ShardHolder:
         self._calls[unit].append(call)
         call.brings = self.hold(unit.groups)
         if call.brings and not in_backward():
-            if self._last_unit is not None:
+            if self._last_unit is not None and self._forward_order.ended is self._last_unit:
                 self._put_away(self._last_unit.groups)  # kept for the backward as the last one, and it was not
-            self._fetch_ahead(self._forward_order, unit)
+                self._last_unit = None
+            self._forward_order.fetch_after(unit)
         if not torch.is_grad_enabled() or not _needs_weights_in_backward(unit.module):
             return None
         return self._mark_inputs(call, args, kwargs)
@@ -207,21 +204,6 @@ class ShardHolder:
             self._keep.update(call.unit.groups)  # an output that cannot be looked into: stay until the backward ended
         return found
 
-    def _fetch_ahead(self, order: _Successors, unit: Unit) -> None:
-        """Begin to gather what is likely to come after `unit`, and put away what was fetched for nothing."""
-        for group in order.fetched:
-            if group.residence is Residence.GATHERING:
-                group.reshard()
-        following = order.after(unit)
-        order.fetched = following.groups if following is not None and self._may_fetch(following) else []
-        for group in order.fetched:
-            group.start_unshard()
-
-    def _may_fetch(self, unit: Unit) -> bool:
-        """A unit may be on its way early if it is not too large, and no more is full then than two groups take."""
-        live = sum(group.layout.padded_numel for group in self.groups if group.residence is not Residence.SHARDED)
-        return unit.numel <= self.prefetch_numel and live + unit.numel <= self.live_numel
-
     # ---- backward
 
     def _open_call(self, call: _Call) -> None:
@@ -233,7 +215,7 @@ class ShardHolder:
         call.unfinished = {group for group in call.unit.groups if group.master is not None}
         self._open.append(call)
         if self.hold(call.unit.groups):
-            self._fetch_ahead(self._backward_order, call.unit)
+            self._backward_order.fetch_after(call.unit)
 
     def _close(self, call: _Call) -> None:
         if call.open:
@@ -256,8 +238,6 @@ class ShardHolder:
         if self.root_depth == 1 and not in_backward():
             self.reset()
             self._forward_order.restart()
-            if not torch.is_grad_enabled():
-                self._last_unit = None  # no backward will want it
 
     def end_forward(self) -> list[FlatGroup]:
         """The model's forward is over, well or not. Returns the groups to `hold` when its backward begins."""
@@ -267,7 +247,7 @@ class ShardHolder:
             strays, self._strays = self._strays, []
             self.release(strays)
             if not in_backward():
-                self._last_unit = self._forward_order.ended
+                self._last_unit = self._last_unit or self._forward_order.ended
                 if not torch.is_grad_enabled():
                     self.reset()  # no backward will come and put away what was fetched ahead
         return wanted
@@ -291,20 +271,38 @@ class ShardHolder:
             handle.remove()
 
 
-class _Successors:
+class _Order:
     """Which unit came after which, the last time; the guess for the next time, and what was fetched upon it.
 
     Only units that bring something count: what is held by the model anyway may be used by some ranks and not by others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Sequence[FlatGroup], prefetch_numel: int, live_numel: int) -> None:
+        self.groups, self.prefetch_numel = groups, prefetch_numel
+        largest = sorted((group.layout.padded_numel for group in groups), reverse=True)[:2]
+        self.live_numel = min(live_numel, int(_LIVE_SHARE * sum(largest)) + _LIVE_SLACK)
         self._next: dict[Unit, Unit] = {}
         self._doubtful: set[Unit] = set()  # something else came after them, the last time
         self._previous: Unit | None = None
+        self._fetched: list[FlatGroup] = []
         self.ended: Unit | None = None
-        self.fetched: list[FlatGroup] = []
 
-    def after(self, unit: Unit) -> Unit | None:
+    def fetch_after(self, unit: Unit) -> None:
+        """`unit` is here: begin to gather what is likely to come next, and put away what was fetched for nothing."""
+        for group in self._fetched:
+            if group.residence is Residence.GATHERING:
+                group.reshard()
+        following = self._after(unit)
+        self._fetched = following.groups if following is not None and self._may_fetch(following) else []
+        for group in self._fetched:
+            group.start_unshard()
+
+    def _may_fetch(self, unit: Unit) -> bool:
+        """A unit may be on its way early if it is not too large, and no more is full then than two groups take."""
+        live = sum(group.layout.padded_numel for group in self.groups if group.residence is not Residence.SHARDED)
+        return unit.numel <= self.prefetch_numel and live + unit.numel <= self.live_numel
+
+    def _after(self, unit: Unit) -> Unit | None:
         """The unit that is likely to follow, if any is; remembers that `unit` is here now."""
         if self._previous is not None:
             if self._next.setdefault(self._previous, unit) is unit:
@@ -317,7 +315,7 @@ class _Successors:
 
     def restart(self) -> None:
         """A new pass begins."""
-        self._previous = None
+        self._previous = self.ended = None
 
 
 class ModelHooks:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, view_like
+from zrun_runtime.hook import move_to_end
 from zrun_runtime.layout import Layout
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.window import Window
@@ -70,6 +70,7 @@ class GradReducer:
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
         self._next = 0  # the first group of `order` that was not launched in this backward
         self._flying: list[tuple[GroupGrads, Tensor, Pending]] = []
+        self._abandoned: list[Pending] = []  # under way when their backward failed
         self._agree = collectives.register("the end of a backward")
         self._hooks = [
             (parameter, parameter.register_post_accumulate_grad_hook(self._acceptor(grads, index)))
@@ -169,6 +170,8 @@ class GradReducer:
         """Finish the oldest reduction."""
         grads, out, pending = self._flying.pop(0)
         pending.wait()
+        while self._abandoned:
+            self._abandoned.pop().wait()  # earlier ones, so every rank has come to them
         if grads.reduced is None:
             wanted = grads.group.master.dtype if grads.group.master is not None else out.dtype
             grads.reduced = out.to(wanted)
@@ -249,9 +252,7 @@ class GradReducer:
 
     def drop(self) -> None:
         """Forget every gradient: after a step, or after an exception in the middle of a backward."""
-        for grads, _, pending in self._flying:
-            del grads
-            pending.wait()
+        self._abandoned += [pending for _, _, pending in self._flying]  # other ranks may never come to these
         self._flying.clear()
         self._next = 0
         for grads in self.order:
@@ -272,11 +273,6 @@ class GradReducer:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def move_to_end(hooks: dict[int, Any], key: int) -> None:
-    """Make one hook of an ordered dict of hooks the last to run."""
-    hooks[key] = hooks.pop(key)
 
 
 def square_sum(values: Tensor) -> Tensor:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zrun_runtime
 from zrun_runtime.zero import GatheredParameters
@@ -88,7 +94,7 @@ class Places(nn.Module):
         if hasattr(self, "stem"):
             x = self.stem(x)
         if hasattr(self, "lists"):
-            x = x * self.lists[0][0]
+            x = x * self.lists.get_parameter("0.0")
         for block in self.blocks:
             x = block(x)
         return x
@@ -228,3 +234,231 @@ def optimizer_stepped_by_hand(rank: int, world: int, *, stage: int) -> tuple[str
     ran.clear()
     still = stuck(engine, rank)
     return text, len(ran), still
+
+
+# ---- when a unit's weights are wanted
+
+
+class Listed(Block):
+    """Takes its input in a list, where no view can take its place."""
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x[0])
+
+
+class ListedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(Listed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block([x])
+        return self.head(x)
+
+
+class Opaque:
+    """An output that nobody can look into."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class OpaqueStack(Stack):
+    class Part(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Opaque(super().forward(x))
+
+    def __init__(self) -> None:
+        super().__init__(self.Part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x).value
+        return self.head(x)
+
+
+class Borrowed(Stack):
+    """The model's own forward reads the weight of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + F.linear(x, self.embedding.weight).mean() + self.stem(x).mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"listed": ListedStack, "opaque": OpaqueStack, "borrowed": Borrowed}
+
+
+def backward_after_evaluation(rank: int, world: int, *, kind: str, frozen: bool) -> tuple[list[float], list[float]]:
+    """Gradient norms of three steps with an evaluation between forward and backward, and those of one process.
+
+    Vectors are in an optimizer group of their own, so that a block has two flat groups; three if some are frozen.
+    """
+
+    def build() -> tuple[nn.Module, list[dict[str, Any]]]:
+        torch.manual_seed(0)
+        model = MODELS[kind]()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not frozen or "up" not in name)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, [{"params": [p for p in trained if (p.ndim > 1) is matrix]} for matrix in (True, False)]
+
+    model, groups = build()
+    engine = initialize(model, 3, model_parameters=groups)
+    norms = []
+    for step in range(3):
+        loss = engine(features(rank, step)).square().mean()
+        with torch.no_grad():
+            engine(features(rank, step))
+        engine.backward(loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    model, groups = build()
+    optimizer, wanted = torch.optim.SGD(groups, lr=0.1), []
+    for step in range(3):
+        optimizer.zero_grad()
+        for other in range(world):
+            (model(features(other, step)).square().mean() / world).backward()
+        wanted.append(norm_of(model.parameters()))
+        optimizer.step()
+    return norms, wanted
+
+
+def norm_of(parameters: Iterable[nn.Parameter]) -> float:
+    """The norm of all gradients."""
+    return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+class Shuffled(Stack):
+    """Calls its blocks in the order it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=8)
+
+    def forward(self, x: Tensor, order: Sequence[int] = ()) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(self.stem(x))
+
+
+def bytes_in_changing_order(rank: int, world: int) -> tuple[int, int]:
+    """(the most bytes of parameters in a step whose blocks run in another order than before, in one like before)."""
+    engine = initialize(Shuffled(), 3)
+    seen: list[int] = []
+    for block in engine.module.blocks:
+        block.register_forward_hook(lambda *rest: seen.append(engine.state_bytes()["params"]))
+    peaks = []
+    for order in (
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [3, 0, 6, 1, 7, 2, 5, 4],
+        [0, 4, 2, 6, 1, 7, 5, 3],
+    ):
+        seen.clear()
+        engine.backward(engine(features(rank), order).square().mean())
+        engine.step()
+        peaks.append(max(seen))
+    return max(peaks[2:]), peaks[1]
+
+
+class Dropping(Stack):
+    """Leaves its blocks out if told so; runs them in a checkpoint otherwise."""
+
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks if whole else ():
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+class LastOnSome(Stack):
+    """Ends in a layer of its own that only some ranks use."""
+
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) if whole else x
+
+
+def last_layer_on_some_ranks(rank: int, world: int) -> bool:
+    """Whether steps work in which the model's last layer runs on alternating ranks."""
+    engine = initialize(LastOnSome(), 3)
+    for step in range(4):
+        engine.backward(engine(features(rank, step), whole=(rank + step) % 2 == 0).square().mean())
+        engine.step()
+    return float(engine.get_global_grad_norm()) > 0
+
+
+def checkpoints_on_some_ranks(rank: int, world: int, *, stage: int) -> bool:
+    """Whether steps work of which the first rank alone runs reentrant checkpoints."""
+    engine = initialize(Dropping(), stage)
+    for step in range(2):
+        engine.backward(engine(features(rank, step), whole=rank == 0).square().mean())
+        engine.step()
+    return float(engine.get_global_grad_norm()) > 0
+
+
+def batch_on_some_ranks(rank: int, world: int, *, stage: int) -> tuple[float, float]:
+    """The norm of a step to which the first rank alone had a batch, and what it has to be."""
+    torch.manual_seed(0)
+    engine = initialize(Stack(), stage)
+    if rank == 0:
+        engine.backward(engine(features(0)).square().mean())
+    engine.step()
+    torch.manual_seed(0)
+    model = Stack()
+    (model(features(0)).square().mean() / world).backward()
+    return float(engine.get_global_grad_norm()), norm_of(model.parameters())
+
+
+def hook_raises_before_ours(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Hooks that raise before the runtime's run; then the embedding's weight is wanted by the model again."""
+    engine = initialize(Borrowed(), 3)
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise ValueError("not now")
+
+    texts = []
+    for module in (engine.module, engine.module.blocks[1]):
+        handle = module.register_forward_pre_hook(refuse, prepend=True)
+        texts.append(said(lambda: engine(features(rank))))
+        handle.remove()
+    return texts, stuck(engine, rank)
+
+
+# ---- what stays behind, and copies
+
+
+def left_behind(rank: int, world: int, *, stage: int, destroy: bool) -> list[bool]:
+    """Whether the model, the engine and a parameter outlive the last reference to them."""
+    model = Stack()
+    engine = initialize(model, stage)
+    train(engine, rank)
+    if destroy:
+        engine.destroy()
+    references = weakref.ref(model), weakref.ref(engine), weakref.ref(model.get_parameter(SHARDED))
+    del engine, model
+    gc.collect()
+    return [reference() is not None for reference in references]
+
+
+def copies(rank: int, world: int, *, stage: int) -> list[bool]:
+    """Whether a deep copy and a pickled copy of the model are plain models, and leave the original's training alone."""
+    engine = initialize(Stack(), stage)
+    train(engine, rank)
+    fine = []
+    for copied in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+        other = copied(engine.module)
+        same = digest(dict(other.named_parameters())) == digest(gathered(engine.module))
+        other(features(rank)).sum().backward()
+        fine.append(same and all(p.grad is not None for p in other.parameters()) and not stuck(engine, rank))
+    return fine

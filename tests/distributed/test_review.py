@@ -70,3 +70,53 @@ def test_a_step_of_the_optimizer_itself_is_refused(stage: int, world: Worlds) ->
         assert "engine.step()" in text
         assert hooks == 1
         assert not still
+
+
+# ---- when a unit's weights are wanted
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("kind", corners.MODELS)
+def test_weights_are_there_in_a_backward_that_comes_late(kind: str, frozen: bool, world: Worlds) -> None:
+    for norms, wanted in world(2).run(corners.backward_after_evaluation, kind=kind, frozen=frozen):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+
+
+def test_another_order_of_blocks_holds_no_more_of_them(world: Worlds) -> None:
+    for changing, steady in world(2).run(corners.bytes_in_changing_order):
+        assert changing <= steady
+
+
+def test_the_last_layer_may_run_on_some_ranks(world: Worlds) -> None:
+    assert world(2).run(corners.last_layer_on_some_ranks) == [True, True]
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_some_ranks_may_run_reentrant_checkpoints(stage: int, world: Worlds) -> None:
+    assert world(2).run(corners.checkpoints_on_some_ranks, stage=stage) == [True, True]
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_a_rank_without_a_batch_may_step(stage: int, world: Worlds) -> None:
+    for norm, wanted in world(2).run(corners.batch_on_some_ranks, stage=stage):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_hook_that_raises_before_ours_does_no_harm(world: Worlds) -> None:
+    for texts, still in world(2).run(corners.hook_raises_before_ours):
+        assert texts == ["ValueError: not now"] * 2
+        assert not still
+
+
+# ---- what stays behind, and copies
+
+
+@pytest.mark.parametrize("destroy", (False, True))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_nothing_outlives_the_last_reference(stage: int, destroy: bool, world: Worlds) -> None:
+    assert world(2).run(corners.left_behind, stage=stage, destroy=destroy) == [[False] * 3] * 2
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_copies_of_the_model_are_plain_models(stage: int, world: Worlds) -> None:
+    assert world(2).run(corners.copies, stage=stage) == [[True, True]] * 2

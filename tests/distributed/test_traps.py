@@ -90,7 +90,7 @@ def test_hooks_of_the_user_change_gradients_before_us(stage: int, kind: str, wor
 @pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize(
     ("odd_one", "others"),
-    (([0, 1], [0, 2]), ([0, 1, 2], [0, 1]), ([0, 1], [0, 1, 2])),
+    (([0, 1], [0, 2]), ([0, 0, 1, 2], [0, 1, 2]), ([0, 1, 2], [0, 0, 1, 2])),
     ids=("other", "one more", "one less"),
 )
 def test_ranks_that_enter_different_modules_are_told(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from zrun_runtime.accumulation import AccumulationControl
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import Config
-from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
 from zrun_runtime.data import LoaderOptions, build_loader
+from zrun_runtime.engine_state import EngineState
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
@@ -24,7 +22,7 @@ from zrun_runtime.types_of_inputs import autocast, cast_dtype, clash
 from zrun_runtime.zero_model import Verdict, ZeroModel
 
 
-class Engine(AccumulationControl):
+class Engine(EngineState):
     """A model, its sharded state and its optimizer, driven by forward, backward and step.
 
     Method names and meanings are those of DeepSpeed's engine, so training loops written for it run unchanged.
@@ -275,63 +273,6 @@ class Engine(AccumulationControl):
         )
         return build_loader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world, how)
 
-    @contextmanager
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """The full values of these parameters inside; see zero.GatheredParameters, which also takes edits."""
-        groups = [g for g in self.zero.groups if any(p is q for p in parameters for q in g.spec.parameters)]
-        self.zero.holder.pin(groups)
-        try:
-            yield
-        finally:
-            self.zero.holder.unpin(groups)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
-        return module_state_dict(self.module, self.zero)
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """As `state_dict`, with names prefixed, put into `destination`, frozen parameters left out. A collective.
-
-        Raises:
-            EngineError: `keep_vars`, for which there is nothing to keep: the values are copies.
-        """
-        if keep_vars:
-            raise EngineError("module_state_dict: keep_vars is not possible", "the values are copies; leave it out")
-        state = module_state_dict(self.module, self.zero)
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        found = destination if destination is not None else {}
-        found.update((prefix + k, v) for k, v in state.items() if not (exclude_frozen_parameters and k in frozen))
-        return found
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-    ) -> None:
-        """Load full values by name into parameters (master weights too) and buffers; rank 0's count. A collective.
-
-        Args:
-            checkpoint: as `state_dict` gives it; ranks other than 0 may pass an empty one.
-            custom_load_fn: called with src=checkpoint, dst=the model, whose parameters are full meanwhile.
-            fetch_z3_params: has no effect: sharded parameters are always gathered, a group at a time.
-
-        Raises:
-            EngineError: names or shapes do not fit; on every rank.
-        """
-        load_module_state_dict(self.module, self.zero, checkpoint, strict, custom_load_fn)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As `load_module_state_dict`; returns nothing."""
-        return self.load_module_state_dict(state_dict, strict)
-
     def compile(self, backend: str | None = None, compile_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
         """Compile the model's forward with torch.compile; `more`, DeepSpeed's own passes, has no effect.
 
@@ -350,10 +291,6 @@ class Engine(AccumulationControl):
     def is_compiled(self) -> bool:
         """`compile` was called."""
         return self.module._compiled_call_impl is not None
-
-    def empty_partition_cache(self) -> None:
-        """Free full values of sharded parameters that nobody holds."""
-        self.zero.holder.reset()
 
     def destroy(self) -> None:
         """Take every hook off the model. Sharded parameters stay sharded."""

@@ -1,0 +1,80 @@
+"""Whole weights in and out of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from zrun_runtime.accumulation import AccumulationControl
+from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
+from zrun_runtime.errors import EngineError
+
+
+class EngineState(AccumulationControl):
+    """The part of the engine that gives and takes weights."""
+
+    module: nn.Module
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """The full values of these parameters inside; see zero.GatheredParameters, which also takes edits."""
+        groups = [g for g in self.zero.groups if any(p is q for p in parameters for q in g.spec.parameters)]
+        self.zero.holder.pin(groups)
+        try:
+            yield
+        finally:
+            self.zero.holder.unpin(groups)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
+        return module_state_dict(self.module, self.zero)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As `state_dict`, with names prefixed, put into `destination`, frozen parameters left out. A collective.
+
+        Raises:
+            EngineError: `keep_vars`, for which there is nothing to keep: the values are copies.
+        """
+        if keep_vars:
+            raise EngineError("module_state_dict: keep_vars is not possible", "the values are copies; leave it out")
+        state = module_state_dict(self.module, self.zero)
+        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        found = destination if destination is not None else {}
+        found.update((prefix + k, v) for k, v in state.items() if not (exclude_frozen_parameters and k in frozen))
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load full values by name into parameters (master weights too) and buffers; rank 0's count. A collective.
+
+        Args:
+            checkpoint: as `state_dict` gives it; ranks other than 0 may pass an empty one.
+            custom_load_fn: called with src=checkpoint, dst=the model, whose parameters are full meanwhile.
+            fetch_z3_params: has no effect: sharded parameters are always gathered, a group at a time.
+
+        Raises:
+            EngineError: names or shapes do not fit; on every rank.
+        """
+        load_module_state_dict(self.module, self.zero, checkpoint, strict, custom_load_fn)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `load_module_state_dict`; returns nothing."""
+        return self.load_module_state_dict(state_dict, strict)
+
+    def empty_partition_cache(self) -> None:
+        """Free full values of sharded parameters that nobody holds."""
+        self.zero.holder.reset()

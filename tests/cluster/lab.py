@@ -159,6 +159,7 @@ class Lab:
             node.stop_sshd()
         remove_spaces([self.switch, *(node.space for node in (self.desk, *self.nodes))])
         if self._made_run:
+            self._made_run = False
             os.rmdir(_SSHD_ROOM)
 
     # ---- files -----------------------------------------------------------------------------------------------------

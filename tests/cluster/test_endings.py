@@ -63,6 +63,31 @@ def test_a_rank_that_fails_ends_all_within_ten_seconds(lab, tmp_path):
         assert "3 other ranks stopped" in run.out
 
 
+def test_the_rank_that_takes_others_along_is_blamed(lab, tmp_path):
+    script = """
+import datetime, os, torch, torch.distributed as d
+d.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+print("up", flush=True)
+for i in range(100000):
+    if i == 5 and os.environ["RANK"] == "3":
+        raise ValueError("the first")
+    d.all_reduce(torch.ones(1))
+"""
+    with start(lab, tmp_path, script) as run:
+        assert run.wait(40) == 1
+        assert "rank 3 on node-2 exited with code 1" in run.out
+        assert run.out.rstrip().count("ValueError: the first") == 1
+
+
+def test_a_launcher_that_is_killed_while_it_asks(lab, tmp_path):
+    lab.nodes[1].stop_sshd()
+    lab.nodes[1].start_sshd(ForceCommand="sleep 60")
+    with start(lab, tmp_path, SLEEP) as run:
+        wait_for(lambda: lab.nodes[0].pids_of("zrun.agent"), "the questions")
+        run.process.kill()
+        wait_empty(lab, 3, lab.nodes[:1])
+
+
 def test_a_killed_launcher(lab, tmp_path):
     with start(lab, tmp_path, SLEEP) as run:
         all_up(run, lab)

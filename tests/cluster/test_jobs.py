@@ -95,6 +95,12 @@ def test_ranks_meet(lab, tmp_path, hosts, master):
     assert f"master {f'[{master}]' if ':' in master else master}:" in run.out
 
 
+def test_what_the_user_says_about_the_network_stays(lab, tmp_path):
+    environ = {"GLOO_SOCKET_IFNAME": "lo"}
+    entries = shown(run_job(lab, tmp_path, SHOW, "--iface", "eth0", environ=environ))
+    assert {(entry["GLOO_SOCKET_IFNAME"], entry["NCCL_SOCKET_IFNAME"]) for entry in entries} == {("lo", "eth0")}
+
+
 def test_stage_3_over_two_hosts_gives_the_losses_of_one(lab, tmp_path):
     script = (Path(__file__).parent / "train_small.py").read_text().replace("parents[2]", "parents[0]")
     script = script.replace("Path(__file__).resolve().parents[0]", f"Path({str(ROOT)!r})")
@@ -212,6 +218,31 @@ def test_ps_and_kill(lab, tmp_path):
         tool("kill", entry["job_id"])
         assert run.wait(1) == 143
         assert tool("ps", "--json") == "" and list(room.iterdir()) == []
+
+
+def test_keys_of_the_ssh_agent(lab, tmp_path):
+    locked = lab.directory / "locked"
+    if not locked.exists():
+        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "a phrase", "-f", str(locked))
+    config = lab.directory / "ssh_config"
+    text = config.read_text().replace("IdentityAgent none", "# the agent of the environment")
+    config.write_text(text.replace(f"IdentityFile {lab.directory}/key", f"IdentityFile {locked}"))
+    words = ("--hostfile", lab.hostfile(), *CPU, "script.py")
+    sock = tmp_path / "agent.sock"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(sock)], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(sock.exists, "the agent")
+        (tmp_path / "script.py").write_text(SHOW)
+        with zrun(lab, tmp_path, *words) as run:
+            assert run.wait() == 3
+            assert f"{locked} (needs its passphrase: ssh-add {locked})" in run.err
+        call("env", f"SSH_AUTH_SOCK={sock}", "ssh-add", "-q", str(lab.directory / "key"))
+        with zrun(lab, tmp_path, *words, environ={"SSH_AUTH_SOCK": str(sock)}) as run:
+            assert run.wait() == 0, run.said
+        assert len(shown(run)) == 4
+    finally:
+        agent.kill()
+        agent.wait()
 
 
 def test_a_jump_host(lab, tmp_path):

@@ -89,6 +89,7 @@ LEVELS = {
     "zrun_runtime.flat_group": 3.0,
     "zrun_runtime.grouping": 3.1,
     "zrun_runtime.reducer": 3.1,
+    "zrun_runtime.order": 3.95,
     "zrun_runtime.hooks": 4.0,
     "zrun_runtime.optimizers": 2.0,
     "zrun_runtime.optim": 4.0,

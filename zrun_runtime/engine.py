@@ -21,6 +21,12 @@ from zrun_runtime.tree import cast_floats
 from zrun_runtime.types_of_inputs import autocast, cast_dtype, clash
 from zrun_runtime.zero_model import Verdict, ZeroModel
 
+_STALE_VALUES = (
+    "backward: the graph needs values of sharded parameters that are gone. They live from a forward to the end of "
+    "its backward; a backward through gradients (create_graph=True), or of a graph from before a step, comes too late"
+)
+_STALE_HINT = "compute gradient penalties with ZeRO 2 or less, and do not keep graphs over a step"
+
 
 class Engine(EngineState):
     """A model, its sharded state and its optimizer, driven by forward, backward and step.
@@ -78,6 +84,9 @@ class Engine(EngineState):
             if found is None:
                 raise
             raise found from error
+        except KeyboardInterrupt:
+            self.zero.holder.abandon_forward()  # torch runs no hooks after it
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, divided by the accumulation steps, and start to reduce them.
@@ -109,8 +118,10 @@ class Engine(EngineState):
             try:
                 scaled.backward(retain_graph=retain_graph)
                 hooks.end_backward()
-            except BaseException:
+            except BaseException as error:
                 hooks.abandon_backward()
+                if self.zero.settings.plan.shards_params and "modified by an inplace operation" in str(error):
+                    raise EngineError(_STALE_VALUES, _STALE_HINT) from error
                 raise
         return loss
 

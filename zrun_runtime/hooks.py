@@ -31,11 +31,10 @@ from torch.autograd import Variable
 from zrun_runtime.flat_group import FlatGroup, Residence
 from zrun_runtime.grouping import Unit
 from zrun_runtime.hook import Hook, hook_first, move_to_end
+from zrun_runtime.order import Order
 from zrun_runtime.reducer import GradReducer
+from zrun_runtime.telemetry import notice
 from zrun_runtime.tree import tensors_in
-
-# What may be full at once: the two largest groups, and a little for a small third (in elements).
-_LIVE_SHARE, _LIVE_SLACK = 1.05, 2**18
 
 
 def in_backward() -> bool:
@@ -71,8 +70,8 @@ class ShardHolder:
         self._pinned: Counter[FlatGroup] = Counter()  # held by the user, through forwards and backwards
         self._keep: set[FlatGroup] = set()  # not resharded before the next backward ends
         self._strays: list[FlatGroup] = []  # held until the end of the model's forward
-        self._forward_order = _Order(self.groups, prefetch_numel, live_numel)
-        self._backward_order = _Order(self.groups, prefetch_numel, live_numel)
+        self._forward_order = Order(self.groups, prefetch_numel, live_numel)
+        self._backward_order = Order(self.groups, prefetch_numel, live_numel)
         self._open: list[_Call] = []
         self._calls: dict[Unit, list[_Call]] = {}
         self._last_unit: Unit | None = None  # whose forward is the last to end, as far as is known
@@ -252,6 +251,13 @@ class ShardHolder:
                     self.reset()  # no backward will come and put away what was fetched ahead
         return wanted
 
+    def abandon_forward(self) -> None:
+        """The model's forward was left in a way after which torch runs no hooks."""
+        self.root_depth = 0
+        for calls in self._calls.values():
+            calls.clear()
+        self.reset()
+
     def reset(self) -> None:
         """Reshard everything that no forward holds: at the end of a backward, and after an exception."""
         self._keep.clear()
@@ -269,53 +275,6 @@ class ShardHolder:
         """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
-
-
-class _Order:
-    """Which unit came after which, the last time; the guess for the next time, and what was fetched upon it.
-
-    Only units that bring something count: what is held by the model anyway may be used by some ranks and not by others.
-    """
-
-    def __init__(self, groups: Sequence[FlatGroup], prefetch_numel: int, live_numel: int) -> None:
-        self.groups, self.prefetch_numel = groups, prefetch_numel
-        largest = sorted((group.layout.padded_numel for group in groups), reverse=True)[:2]
-        self.live_numel = min(live_numel, int(_LIVE_SHARE * sum(largest)) + _LIVE_SLACK)
-        self._next: dict[Unit, Unit] = {}
-        self._doubtful: set[Unit] = set()  # something else came after them, the last time
-        self._previous: Unit | None = None
-        self._fetched: list[FlatGroup] = []
-        self.ended: Unit | None = None
-
-    def fetch_after(self, unit: Unit) -> None:
-        """`unit` is here: begin to gather what is likely to come next, and put away what was fetched for nothing."""
-        for group in self._fetched:
-            if group.residence is Residence.GATHERING:
-                group.reshard()
-        following = self._after(unit)
-        self._fetched = following.groups if following is not None and self._may_fetch(following) else []
-        for group in self._fetched:
-            group.start_unshard()
-
-    def _may_fetch(self, unit: Unit) -> bool:
-        """A unit may be on its way early if it is not too large, and no more is full then than two groups take."""
-        live = sum(group.layout.padded_numel for group in self.groups if group.residence is not Residence.SHARDED)
-        return unit.numel <= self.prefetch_numel and live + unit.numel <= self.live_numel
-
-    def _after(self, unit: Unit) -> Unit | None:
-        """The unit that is likely to follow, if any is; remembers that `unit` is here now."""
-        if self._previous is not None:
-            if self._next.setdefault(self._previous, unit) is unit:
-                self._doubtful.discard(self._previous)
-            else:
-                self._doubtful.add(self._previous)
-            self._next[self._previous] = unit
-        self._previous = unit
-        return self._next.get(unit) if unit not in self._doubtful else None
-
-    def restart(self) -> None:
-        """A new pass begins."""
-        self._previous = self.ended = None
 
 
 class ModelHooks:
@@ -365,8 +324,12 @@ class ModelHooks:
         self.holder.reset()
 
     def abandon_backward(self) -> None:
-        """A backward ended with an exception: drop its gradients and reshard."""
+        """A backward ended with an exception: drop its gradients, which are one sum with earlier ones, and reshard."""
         self._outer = -1
+        done = self.reducer.window.done
+        if done:
+            rank = self.reducer.collectives.world.rank
+            notice("warning", f"a backward failed: the gradients of {done} micro-batches before it are lost too", rank)
         self.reducer.drop()
         self.holder.reset()
 

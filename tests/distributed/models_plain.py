@@ -217,19 +217,25 @@ class ModelOutput(Scenario):
 
 
 class BatchNorm(Scenario):
-    """Batch statistics differ from rank to rank, and so do the running ones."""
+    """Batch statistics differ from rank to rank, and so do the running ones; a buffer drawn at random is rank 0's."""
 
     name = "batch_norm"
     hyper = {"adamw": {"eps": 1e-3}}  # a bias before a batch norm has a gradient of pure rounding
 
+    class Mix(nn.Module):
+        mix: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mix", torch.randn(WIDTH, WIDTH) / 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.mix
+
     def build(self) -> nn.Module:
         return nn.Sequential(
-            nn.Linear(WIDTH, 24),
-            nn.BatchNorm1d(24),
-            nn.ReLU(),
-            nn.Linear(24, 24),
-            nn.BatchNorm1d(24),
-            nn.Linear(24, CLASSES),
+            *(self.Mix(), nn.Linear(WIDTH, 24), nn.BatchNorm1d(24), nn.ReLU()),
+            *(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, CLASSES)),
         )
 
     def batch(self, spot: Spot) -> Any:
@@ -291,7 +297,7 @@ class OddShapes(Scenario):
         def __init__(self) -> None:
             super().__init__()
             self.gain = nn.Parameter(torch.tensor(0.7))
-            self.one, self.three = nn.Parameter(torch.rand(1)), nn.Parameter(torch.rand(3))
+            self.one, self.three = nn.Parameter(torch.rand(1) + 1), nn.Parameter(torch.rand(3))
             self.empty = nn.Parameter(torch.empty(0, 4))
             self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
             self.mix = nn.Parameter(torch.randn(7, 7).t())

@@ -87,20 +87,26 @@ def test_hooks_of_the_user_change_gradients_before_us(stage: int, kind: str, wor
 # ---- ranks that diverge
 
 
-@pytest.mark.parametrize("size", (2, 4))
-@pytest.mark.parametrize(
-    ("odd_one", "others"),
-    (([0, 1], [0, 2]), ([0, 0, 1, 2], [0, 1, 2]), ([0, 1, 2], [0, 0, 1, 2])),
-    ids=("other", "one more", "one less"),
-)
-def test_ranks_that_enter_different_modules_are_told(
-    size: int, odd_one: list[int], others: list[int], world: Worlds
-) -> None:
+WAYS = {
+    "other": ([0, 1], [0, 2]),
+    "one more": ([0, 1, 2], [0, 1]),
+    "one less": ([0, 1], [0, 1, 2]),
+    "other order": ([0, 2, 1], [0, 1, 2]),
+    "one again": ([0, 0, 1, 2], [0, 1, 2]),
+    "one only once": ([0, 1, 2], [0, 0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(("ways", "size"), [(ways, 2) for ways in WAYS] + [("other", 4), ("other order", 4)])
+def test_ranks_that_enter_different_modules_are_told_or_right(size: int, ways: str, world: Worlds) -> None:
+    """Fetching ahead may bring what a rank skips, so its way can fit by luck; what must not be is mixed or hung."""
+    odd_one, others = WAYS[ways]
     results = world(size).run(traps.diverge, odd_one=odd_one, others=others, timeout=60, last=True)
-    assert [kind for kind, _ in results] == ["RanksDivergedError"] * size
-    for _, said in results:
-        assert f"rank {size - 1}" in said
-        assert "blocks." in said
+    kinds = {kind for kind, _, _ in results}
+    assert kinds == ({"RanksDivergedError"} if "once" in ways or "again" in ways or kinds != {""} else {""})
+    for kind, said, wrong in results:
+        assert not wrong
+        assert not kind or (f"rank {size - 1}" in said and "blocks." in said)
 
 
 @pytest.mark.parametrize("case", (traps.one_skips_the_backward, traps.one_raises))

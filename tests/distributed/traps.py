@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zrun_runtime
 from zrun_runtime.errors import ZeroRuntimeError
 
+from .compare import each
 from .models_flow import Boom, Fragile
 from .scenario import WIDTH, Block, Recipe, Run, Scenario, Spot, Stack, build
 from .training import EngineRun, digest, engine_of, full_grads, gathered, make_engine, masters
@@ -278,19 +279,27 @@ class Paths(Scenario):
         return Diverging()
 
 
-def diverge(rank: int, world: int, *, odd_one: list[int], others: list[int]) -> tuple[str, str]:
-    """The last rank takes its own way through the blocks, after a common step. What every rank gets to hear."""
+def diverge(rank: int, world: int, *, odd_one: list[int], others: list[int]) -> tuple[str, str, list[str]]:
+    """The last rank takes its own way through the blocks, after a common step.
+
+    Returns what this rank gets to hear: the kind of error and its text, or the gradients that are wrong without one.
+    """
     engine = make_engine(Paths(), 3, Recipe())
     features = torch.ones(2, WIDTH)
     engine.backward(engine(features, [0, 1, 2]).sum())
     engine.step()
+    plain = build(Paths())
+    plain.load_state_dict(gathered(engine.module))
+    for way in [others] * (world - 1) + [odd_one]:
+        (plain(features, way).sum() / world).backward()
+    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()}
     try:
-        which = odd_one if rank == world - 1 else others
-        engine.backward(engine(features, which).sum())
+        engine.backward(engine(features, odd_one if rank == world - 1 else others).sum())
+        got = full_grads(engine.module)
         engine.step()
     except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "no error"
+        return type(error).__name__, str(error), []
+    return "", "", each("gradient of", got, wanted, 1e-5)
 
 
 def one_skips_the_backward(rank: int, world: int) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from zrun.hostfile import Host
 from zrun.interview import Answer, Interview
 from zrun.meeting import Meeting, addresses_of, candidates, with_meeting
 from zrun.prepare import Job
-from zrun.probe import Facts, Listen, Listening, Look, Reach, Reached
+from zrun.probe import Facts, LetGo, Listen, Listening, Look, Reach, Reached
 from zrun.settings import LaunchConfig
 from zrun.transport.base import Link, Transport
 
@@ -209,6 +209,7 @@ class Survey:
             failed = {i: f"{address} port {port}, where rank 0 will be: {why}" for i, why in problems.items() if why}
             if not failed:
                 found = [answers[i].value for i in range(len(witnesses))]
+                interview.ask({0: LetGo()}, Listening, _REACH_SECONDS)
                 return Meeting(address, port, self._interfaces([r.interface if r else "" for r in found]))
         hint = "choose with --master_addr, --iface, or addr= in the hostfile; or open the port"
         for i, why in failed.items():

@@ -81,6 +81,13 @@ class Listening:
 
 
 @dataclass(frozen=True)
+class LetGo:
+    """Leave the master port to others."""
+
+    probe: str = "let_go"
+
+
+@dataclass(frozen=True)
 class Reach:
     """Can the master port be reached?"""
 
@@ -120,6 +127,8 @@ class Probe:
             return to_line(_look(from_line(Look, line, "the question")))
         if kind == "listen":
             return to_line(self._listen(from_line(Listen, line, "the question")))
+        if kind == "let_go":
+            return to_line(Listening(0))
         raise ProtocolError(f"not a question of this zrun: {kind!r}")
 
     def close(self) -> None:

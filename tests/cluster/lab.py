@@ -110,6 +110,7 @@ class Lab:
 
     def __init__(self, directory: Path, nodes: int) -> None:
         self.directory = directory
+        self.temp = directory / "temp"  # of all that runs in the lab
         self.tag = f"{PREFIX}{os.getpid()}"
         self.switch = f"{self.tag}-sw"
         self._made_run = False
@@ -121,6 +122,7 @@ class Lab:
         self._made_run = not os.path.isdir(_SSHD_ROOM)
         os.makedirs(_SSHD_ROOM, exist_ok=True)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.temp.mkdir(exist_ok=True)
         self._make_keys()
         call("ip", "netns", "add", self.switch)
         call("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
@@ -208,7 +210,7 @@ class Lab:
             "PasswordAuthentication": "no",
             "KbdInteractiveAuthentication": "no",
             "MaxStartups": "200",
-            "SetEnv": f"PYTHONPATH={found} ZRUN_LAB={self.tag}",
+            "SetEnv": f"PYTHONPATH={found} TMPDIR={self.temp}",
             **options,
         }
         path = self.directory / f"{name}.sshd_config"
@@ -237,7 +239,7 @@ class Run:
                 stdout=out,
                 stderr=err,
                 cwd=directory,
-                env={**kept, "PYTHONPATH": python_path, **environ},
+                env={**kept, "PYTHONPATH": python_path, "TMPDIR": str(lab.temp), **environ},
             )
         self.started = time.monotonic()
 

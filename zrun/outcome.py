@@ -15,6 +15,8 @@ from zrun.outputs import likeness
 from zrun.stall import stall_report
 from zrun.transport.base import AgentEnd
 
+_SLOW_END_SECONDS = 10.0  # from a traceback to the end of its process
+
 
 @dataclass
 class HostState:
@@ -129,9 +131,23 @@ class Outcome:
         return dataclasses.replace(report, others_stopped=self._others_stopped(set()))
 
     def _earliest(self) -> tuple[HostState, WorkerExited]:
-        """Of all failures the first, by one clock: a crash takes others along sooner than it is heard of."""
-        failures = [(host, event) for host in self.hosts for event in host.failures]
-        return min(failures, key=lambda pair: pair[1].at - self._skews[pair[0].spec.node_rank])
+        """Of all failures the first, by one clock: a crash takes others along sooner than it is heard of.
+
+        One that was at its traceback already when those failed, and so slow to end that it was stopped, counts too.
+        """
+        exits = [(self._when(host, event), host, event) for host in self.hosts for event in host.exits.values()]
+        first = min((entry for entry in exits if entry[2] in entry[1].failures), key=lambda entry: entry[0])
+        slow = [
+            entry
+            for entry in exits
+            if entry[2].stopped and entry[2].returncode > 0 and entry[2].traceback
+            if first[0] - _SLOW_END_SECONDS < entry[0] < first[0]
+        ]
+        _, host, event = min([first, *slow], key=lambda entry: entry[0])
+        return host, event
+
+    def _when(self, host: HostState, event: WorkerExited) -> float:
+        return event.at - self._skews[host.spec.node_rank]
 
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode

@@ -59,6 +59,14 @@ def test_the_earliest_failure_decides_whichever_host_was_heard_first():
     assert (outcome.exit_code, outcome.report().rank) == (6, 2)
 
 
+def test_a_cause_that_was_slow_to_end_is_blamed_though_it_was_stopped():
+    cause = exited(2, 1, stopped=True, at=39.0, traceback="ValueError: the cause")
+    late = exited(3, 1, stopped=True, at=41.0, traceback="KeyboardInterrupt")
+    old = exited(1, 1, stopped=True, at=2.0, traceback="ValueError: that was handled")
+    outcome = outcome_of(exited(0, 6, at=40.0), cause, late, old)
+    assert (outcome.exit_code, outcome.report().rank) == (1, 2)
+
+
 def test_failures_are_compared_by_one_clock():
     outcome = outcome_of(exited(2, 6, at=40.0), exited(0, 5, at=45.0), skews=(10.0, 0.0))
     assert (outcome.exit_code, outcome.report().rank) == (5, 0)

@@ -180,7 +180,7 @@ class ModelOutput(Scenario):
     name = "model_output"
 
     @dataclass
-    class Output(OrderedDict):  # type: ignore[type-arg]
+    class Output(OrderedDict):
         loss: Tensor | None = None
         logits: Tensor | None = None
 

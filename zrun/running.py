@@ -86,9 +86,7 @@ class Run:
         specs = [
             dataclasses.replace(spec, job_id=job_id, environment={**told, **spec.environment}) for spec in job.specs
         ]
-        self._job = dataclasses.replace(
-            job, specs=tuple(specs), view=dataclasses.replace(job.view, job_id=job_id), port=job.port
-        )
+        self._job = dataclasses.replace(job, specs=tuple(specs), view=dataclasses.replace(job.view, job_id=job_id))
         return self._job
 
     def _look(self, job: Job, keep: bool = False) -> Report:
@@ -96,7 +94,8 @@ class Run:
         from zrun.doctor import Survey
 
         job.port.release()  # an agent here will take it for a moment
-        survey = Survey(job, self._transport, self._config, self._cwd, before=self._job.specs[0].job_id)
+        before = self._job.specs[0].job_id if self._attempts else ""
+        survey = Survey(job, self._transport, self._config, self._cwd, before)
         return survey.run(self._transport.keep if keep else None)
 
     def _settle(self, job: Job, report: Report) -> Job:

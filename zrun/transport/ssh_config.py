@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import paramiko
 
 from zrun.errors import UsageError
-from zrun.hostfile import Host
+from zrun.hostfile import Host, show_name
 from zrun.transport.ssh_options import SshOptions
 
 _KEY_NAMES = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -40,7 +40,8 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "tunnel": ("no",),
 }
 _RESTRICTING = ("ciphers", "hostkeyalgorithms", "kexalgorithms", "macs", "pubkeyacceptedalgorithms")
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_.:%-]+\Z")  # of hosts and users: they go into a user's ProxyCommand
+_SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%][A-Za-z0-9_.:%-]*\Z")  # it goes into a user's ProxyCommand
+_SAFE_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+$-]*\Z")
 _MATCH_EXEC = re.compile(r"(?i)\s*match\s(.*\s)?!?exec\s")
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
 
@@ -110,9 +111,8 @@ class SshConfig:
         Raises:
             UsageError: a setting for it that cannot be honoured.
         """
-        for word in (host.name, host.user):
-            if word and (not _SAFE_NAME.match(word) or word.startswith("-")):
-                raise UsageError(f"{word!r} cannot be the name of a host or user for SSH")
+        if not _SAFE_HOST.match(host.name) or (host.user and not _SAFE_USER.match(host.user)):
+            raise UsageError(f"{show_name(host)!r} cannot be the name of a host or user for SSH")
         found = self._lookup(host.name)
         self._refuse(host.name, found)
         hostname = found.get("hostname", host.name)
@@ -167,7 +167,7 @@ class SshConfig:
     def _proxy_command(self, found: Mapping[str, str], hostname: str, port: int, user: str) -> str:
         """The user's command; paramiko has put in what it knows, but not the port that zrun was told."""
         command = found.get("proxycommand") or ""
-        for token, value in (("%h", hostname), ("%p", str(port)), ("%r", user)):
+        for token, value in (("%h", hostname), ("%p", str(port)), ("%r", shlex.quote(user))):
             command = command.replace(token, value)
         return command
 

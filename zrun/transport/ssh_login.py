@@ -25,6 +25,7 @@ from zrun.transport.ssh_config import SshConfig, Target
 from zrun.transport.ssh_options import SshOptions
 
 _MAX_JUMPS = 8
+_PROXY_SECONDS = 2.0  # for a ProxyCommand to end
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 # paramiko tells of every failure through logging as well; whoever wants that attaches a handler of their own.
@@ -59,7 +60,11 @@ class Way:
         self.sock.close()
         if self.program is not None:
             self.program.terminate()
-            self.program.wait()
+            try:
+                self.program.wait(_PROXY_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.program.kill()
+                self.program.wait()
         if self.words is not None:
             self.words.close()
         if self.jump is not None:

@@ -38,7 +38,7 @@ def test_fit_hosts_meet(tmp_path):
     job, look = survey(tmp_path, "localhost", "127.0.0.1")
     report = look.run()
     assert report.fit and report.meeting.address == "127.0.0.1" and report.kind == ("cpu", "gloo")
-    assert [host.facts.script_hash for host in report.hosts][0]
+    assert report.hosts[0].facts.script_hash == report.hosts[1].facts.script_hash != ""
     settled = report.settle(job)
     assert {spec.master_port for spec in settled.specs} == {report.meeting.port}
     assert settled.view.master == f"127.0.0.1:{report.meeting.port}"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives, Pending
+from zrun_runtime.errors import DistributedError
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
@@ -110,10 +111,18 @@ class FlatGroup:
         """
         self.start_unshard()
         if self.residence is Residence.GATHERING:
-            self._pending.wait()
+            self._arrive()
             self.residence = Residence.UNSHARDED
             for parameter, view, version in zip(self.spec.parameters, self.views, self._versions, strict=True):
                 become_readable(parameter, view, version)
+
+    def _arrive(self) -> None:
+        """Wait for the gather under way. If ranks diverged, some may still send: they get the memory, we take other."""
+        try:
+            self._pending.wait()
+        except DistributedError:
+            self._renew_storage()
+            raise
 
     def reshard(self, leave_aliases: bool = False) -> None:
         """Free the full values. What was written into them since `unshard` is lost; see `store`.
@@ -123,7 +132,7 @@ class FlatGroup:
         if not self.comes_and_goes or self.residence is Residence.SHARDED:
             return
         if self.residence is Residence.GATHERING:
-            self._pending.wait()  # its memory cannot be freed while it is being written
+            self._arrive()  # its memory cannot be freed while it is being written
         else:
             self._versions = [p._version for p in self.spec.parameters]
             for parameter, blank in zip(self.spec.parameters, self._blanks, strict=True):

@@ -106,12 +106,12 @@ class UnusedOnSome(Scenario):
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(UnusedOnSome.Part() for _ in range(2))
+            self.blocks = nn.ModuleList(UnusedOnSome.Part() for _ in range(5))
             self.bonus, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
 
         def forward(self, x: Tensor, use: bool) -> Tensor:
             for index, block in enumerate(self.blocks):
-                x = block(x, use if index else not use)
+                x = block(x, use if index % 2 else not use)
             return self.head(x + self.bonus(x) if use else x)
 
     def build(self) -> nn.Module:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.folded import unfolded
+
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "zrunlab"
 PATIENCE = 30.0  # seconds for what should take one
@@ -245,7 +247,8 @@ class Run:
 
     @property
     def out(self) -> str:
-        return self.out_path.read_text("utf-8", "replace")
+        """What was printed, with a line for each rank also where several said the same."""
+        return unfolded(self.out_path.read_text("utf-8", "replace"))
 
     @property
     def err(self) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.folded import unfolded
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 30.0  # seconds for what should take one
 
@@ -46,7 +48,8 @@ class Job:
 
     @property
     def out(self) -> str:
-        return self.out_path.read_text("utf-8")
+        """What was printed, with a line for each rank also where several said the same."""
+        return unfolded(self.out_path.read_text("utf-8"))
 
     @property
     def err(self) -> str:

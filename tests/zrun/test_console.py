@@ -10,6 +10,7 @@ import pytest
 
 from zrun import events
 from zrun.console import make_console
+from zrun.console.fold import PATIENCE
 from zrun.console.output import Output
 from zrun.console.plain import PlainConsole
 from zrun.errors import UsageError
@@ -50,8 +51,7 @@ def printed(mode: str, *said, job: JobView | None = None, verbose: bool = False)
         else:
             console.handle(*(item if isinstance(item, tuple) else (job.hosts[0], item)))
         console.tick()
-    if mode == "json":
-        console.close(7)
+    console.close(7)
     lines = stream.getvalue().splitlines()
     return lines if mode == "json" else lines[1:]
 
@@ -191,7 +191,9 @@ class Talk:
             self.console.handle("localhost", events.WorkerOutput(rank, "stderr", line))
 
     def lines(self) -> list[str]:
-        """What was printed since the last call."""
+        """What was printed since the last call, once no line waits for others alike any more."""
+        self.now += 2 * PATIENCE
+        self.console.tick()
         said = self.stream.getvalue().splitlines()
         self.stream.seek(0)
         self.stream.truncate()

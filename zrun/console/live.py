@@ -16,9 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from zrun.console import cells, figures
+from zrun.console.fold import Line
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output
-from zrun.events import StepDone, WorkerOutput
+from zrun.events import StepDone
 from zrun.job import FailureReport, JobView
 
 PRINT_SECONDS = 0.1  # lines wait this long for others to be printed with
@@ -79,6 +80,7 @@ class LiveConsole(Narrator):
 
     def failed(self, failure: FailureReport) -> None:
         self._failed = True
+        self.release()
         self._end_row()
         super().failed(failure)
 
@@ -101,20 +103,21 @@ class LiveConsole(Narrator):
 
     # ---- how the words look ----
 
-    def show_line(self, host: str, event: WorkerOutput, text: str) -> None:
-        prefix = self.prefix_of(host, event.rank)
-        line = Text()
+    def show_line(self, line: Line) -> None:
+        prefix, ranks = self.names.prefix(line.ranks), line.everyone
+        text = Text()
         if prefix:
-            line.append(prefix, style=_RANK_STYLES[event.rank % len(_RANK_STYLES)])
-            line.append(" " * (self.prefix_width - len(prefix) + 1))
-        line.append(text)
-        if event.transient:
-            self._row.bar_of_worker = event.rank, event.stream, line
+            text.append(prefix, style=_RANK_STYLES[ranks[0] % len(_RANK_STYLES)] if len(ranks) == 1 else "dim")
+            text.append(" " * max(1, self.names.width - len(prefix) + 1))
+        text.append(line.text)
+        if line.transient:
+            self._row.bar_of_worker = ranks[0], line.stream, text
             self._stale = True
             return
-        if self._row.bar_of_worker and self._row.bar_of_worker[:2] == (event.rank, event.stream):
+        bar_of = self._row.bar_of_worker
+        if bar_of and bar_of[0] in ranks and bar_of[1] == line.stream:
             self._row.bar_of_worker = None
-        self._print(line)
+        self._print(text)
 
     def show_sentence(self, level: str, text: str) -> None:
         self._print(Text.assemble(("zrun: ", "dim"), (text, _STYLES.get(level, ""))))

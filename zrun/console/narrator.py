@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from zrun import events
 from zrun.console import cells, figures
+from zrun.console.fold import Folding, Line
 from zrun.console.lastwords import LastWords, Words
+from zrun.console.names import Names
 from zrun.console.progress import Progress
 from zrun.console.sanitize import clean_line, clean_lines
 from zrun.job import FailureReport, JobView
@@ -49,13 +51,6 @@ def failure_words(failure: FailureReport) -> FailureWords:
     )
 
 
-def short_names(hosts: tuple[str, ...]) -> dict[str, str]:
-    """Each host's name without its domain, where the names stay different and none of them is an address."""
-    short = {host: clean_line(host).split(".")[0] for host in hosts}
-    plain = all(name and not name.isdigit() for name in short.values())
-    return short if plain and len(set(short.values())) == len(hosts) else {host: clean_line(host) for host in hosts}
-
-
 class Narrator:
     """Takes in events and calls the `show_...` methods, with clean text only. Bounded by the number of ranks."""
 
@@ -64,15 +59,15 @@ class Narrator:
         self.clock = clock
         self.job: JobView | None = None
         self.progress = Progress(1)
-        self.prefix_width = 0  # columns of the widest prefix
-        self._short_names: dict[str, str] = {}
+        self.names = Names()
         self._last_words = LastWords()
+        self._folding = Folding(1, self.show_line)
         self._notices: deque[tuple[str, str, int]] = deque(maxlen=REMEMBERED_NOTICES)
 
     # ---- the words, made by whoever shows them ----
 
-    def show_line(self, host: str, event: events.WorkerOutput, text: str) -> None:
-        """One line of a worker. `text` is the event's, made harmless."""
+    def show_line(self, line: Line) -> None:
+        """One line of a worker, or of several that said the same."""
         raise NotImplementedError
 
     def show_sentence(self, level: str, text: str) -> None:
@@ -90,11 +85,12 @@ class Narrator:
 
     def job_started(self, job: JobView) -> None:
         self._show_words(self._last_words.rest(""))
+        self.release()
         self.job = job
         self.verbose = self.verbose or job.verbose
         self.progress = Progress(job.world_size)
-        self._short_names = short_names(job.hosts)
-        self.prefix_width = max((len(self.prefix_of(host, job.world_size - 1)) for host in job.hosts), default=0)
+        self.names = Names(job)
+        self._folding = Folding(job.world_size, self.show_line)
         hosts = job.hosts[0] if len(job.hosts) == 1 else figures.count(len(job.hosts), "host")
         where = f"{figures.count(job.world_size, 'worker')} on {hosts}"
         self._say("info", f"{where}, device {job.device}, backend {job.backend}, master {job.master}")
@@ -108,13 +104,16 @@ class Narrator:
 
     def failed(self, failure: FailureReport) -> None:
         self._show_words(self._last_words.rest(failure.traceback))
+        self.release()
         self.show_failure(failure_words(failure))
 
     def tick(self) -> None:
         self._show_words(self._last_words.overdue(self.clock()))
+        self._folding.tick(self.clock())
 
     def close(self, exit_code: int) -> None:
         self._show_words(self._last_words.rest(""))
+        self.release()
 
     def handle(self, host: str, event: events.Event) -> None:
         if isinstance(event, events.WorkerOutput):
@@ -129,34 +128,30 @@ class Narrator:
             self._notice(host, event)
         elif isinstance(event, events.OutputDropped):
             lines = figures.count(event.lines, "line")
-            self._say("detail", f"{lines} of {self.name_of(host, event.rank)} came too fast to show: {event.path}")
+            self._say("detail", f"{lines} of {self.names.of(host, event.rank)} came too fast to show: {event.path}")
         else:
             self._life(host, event)
 
     # ---- events into words ----
-
-    def name_of(self, host: str, rank: int) -> str:
-        """rank 3, or rank 3 on node-2 where there are several hosts."""
-        several = self.job is not None and len(self.job.hosts) > 1
-        return f"rank {rank} on {host}" if several else f"rank {rank}"
-
-    def prefix_of(self, host: str, rank: int) -> str:
-        """What stands before a worker's line: nothing for the only rank, [rank] on one host, else [host:rank]."""
-        if self.job is None or self.job.world_size == 1:
-            return ""
-        return f"[{self._short_names.get(host, host)}:{rank}]" if len(self.job.hosts) > 1 else f"[{rank}]"
 
     def _output(self, host: str, event: events.WorkerOutput) -> None:
         if self._last_words.offer(host, event, self.clock()):
             return
         if not event.transient:
             self._show_words(self._last_words.before(event))
-        self.show_line(host, event, clean_line(event.text))
+        self._fold(host, event)
+
+    def _fold(self, host: str, event: events.WorkerOutput) -> None:
+        self._folding.offer(host, event, clean_line(event.text), self.clock())
+
+    def release(self) -> None:
+        """Show the lines that wait for others alike."""
+        self._folding.release()
 
     def _show_words(self, words: list[Words]) -> None:
         for said in words:
             for event in said.lines:
-                self.show_line(said.host, event, clean_line(event.text))
+                self._fold(said.host, event)
             if said.others:
                 self._say("detail", f"{figures.count(said.others, 'other rank')} said the same")
 
@@ -184,7 +179,7 @@ class Narrator:
         ):
             return
         self._notices.append((event.level, event.text, event.rank))
-        who = f"{self.name_of(host, event.rank)}: " if event.rank else ""
+        who = f"{self.names.of(host, event.rank)}: " if event.rank else ""
         self._say(event.level, who + event.text)
 
     def _life(self, host: str, event: events.Event) -> None:
@@ -193,11 +188,11 @@ class Narrator:
         if not self.verbose:
             return
         if isinstance(event, events.WorkerStarted):
-            self._say("detail", f"{self.name_of(host, event.rank)} started, pid {event.pid}")
+            self._say("detail", f"{self.names.of(host, event.rank)} started, pid {event.pid}")
         elif isinstance(event, events.WorkerExited):
             how = f"code {event.returncode}" if event.returncode >= 0 else f"signal {-event.returncode}"
             why = ", stopped by zrun" if event.stopped else ""
-            self._say("detail", f"{self.name_of(host, event.rank)} ended with {how}{why}")
+            self._say("detail", f"{self.names.of(host, event.rank)} ended with {how}{why}")
         elif isinstance(event, events.AgentFailed):
             self._say("detail", f"the agent on {host} gave up: {event.message}")
         elif isinstance(event, events.AgentDone):
@@ -205,5 +200,6 @@ class Narrator:
             self._say("detail", f"nothing of the job is left on {host}{logs}")
 
     def _say(self, level: str, text: str) -> None:
+        self.release()
         for line in clean_lines(text):
             self.show_sentence(level, line)

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 
 from zrun.console import cells
+from zrun.console.fold import Line
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output
-from zrun.events import StepDone, WorkerOutput
+from zrun.events import StepDone
 
 _MARKS = {"info": "", "detail": "", "warning": "warning: ", "error": "error: "}
 
@@ -28,9 +29,9 @@ class PlainConsole(Narrator):
         super().close(exit_code)
         self._stream.flush()
 
-    def show_line(self, host: str, event: WorkerOutput, text: str) -> None:
-        prefix = self.prefix_of(host, event.rank)
-        self._write(f"{prefix} {text}" if prefix else text)
+    def show_line(self, line: Line) -> None:
+        prefix = self.names.prefix(line.ranks)
+        self._write(f"{prefix} {line.text}" if prefix else line.text)
 
     def show_sentence(self, level: str, text: str) -> None:
         self._write(f"zrun: {_MARKS.get(level, '')}{text}")

@@ -106,6 +106,17 @@ def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], 
     return environment
 
 
+def attempt_environment(restarts: int, first_world_size: int, shows_stacks: bool) -> dict[str, str]:
+    """What a worker is told of the history of its job; the user's own environment goes before it.
+
+    Args:
+        first_world_size: ranks of the first attempt; a restart may have fewer.
+        shows_stacks: a worker that is ended by SIGABRT shows where it stood.
+    """
+    told = {"ZRUN_RESTART_COUNT": str(restarts), "ZRUN_FIRST_WORLD_SIZE": str(first_world_size)}
+    return {**told, "PYTHONFAULTHANDLER": "1"} if shows_stacks else told
+
+
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
     """What of the launcher's environment goes to other hosts."""
     return {

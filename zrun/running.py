@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zrun.attempt import Verdict
 from zrun.console import Console
+from zrun.environment import attempt_environment
 from zrun.errors import PreflightError
 from zrun.hostfile import Host
 from zrun.job import FailureReport
@@ -39,6 +40,7 @@ class Run:
     def __init__(self, job: Job, config: LaunchConfig, environ: Mapping[str, str], cwd: str) -> None:
         self._job = job  # the current attempt
         self._id = job.view.job_id
+        self._first_world_size = job.view.world_size
         self._config = config
         self._cwd = cwd
         self._environ = environ
@@ -79,9 +81,7 @@ class Run:
         if not all(job.here):
             job = self._settle(job, self._look(job, keep=True))
         self._attempts += 1
-        told = {"ZRUN_RESTART_COUNT": str(self._restarts)}
-        if self._config.stall_timeout is not None:
-            told["PYTHONFAULTHANDLER"] = "1"
+        told = attempt_environment(self._restarts, self._first_world_size, self._config.stall_timeout is not None)
         job_id = self._id if self._attempts == 1 else f"{self._id}-{self._attempts}"
         specs = [
             dataclasses.replace(spec, job_id=job_id, environment={**told, **spec.environment}) for spec in job.specs

@@ -11,7 +11,7 @@ from torch import nn
 from zrun_runtime import checkpointing
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
-from zrun_runtime.distributed import World, current_world
+from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.early import early_shard, recast_early
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
@@ -63,6 +63,7 @@ def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> Aut
     rates = [g["lr"] for g in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
     return AutoHints(
         world_size=world.size,
+        first_world_size=first_world_size(),
         hidden_size=width if isinstance(width, int) else None,
         model_numel=sum(p.numel() for p in model.parameters()),
         device="cuda" if world.device.type == "cuda" else "cpu",

@@ -122,6 +122,15 @@ def current_world() -> World:
     )
 
 
+def first_world_size() -> int | None:
+    """Ranks of the job when zrun first started it, before any restart; None if nobody says.
+
+    Raises:
+        DistributedError: what is said is not a number.
+    """
+    return _number(("ZRUN_FIRST_WORLD_SIZE",), 0) or None
+
+
 def training_device(local_rank: int, backend: str) -> torch.device:
     """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else a GPU if the backend can reach it."""
     if not _wants_cuda() or "nccl" not in backend:

@@ -9,6 +9,7 @@ import pytest
 from zrun.environment import (
     STAYING,
     TRAVELLING_PREFIXES,
+    attempt_environment,
     check_spelling,
     looks_secret,
     parse_env_file,
@@ -56,6 +57,12 @@ def test_nothing_of_another_launcher_is_passed_on():
     base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_LOGS": "x"}
     env = worker_environment(SPEC, 0, base, cores=8)
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env and env["TORCH_LOGS"] == "x"
+
+
+def test_the_history_of_the_job_is_told():
+    told = {"ZRUN_RESTART_COUNT": "2", "ZRUN_FIRST_WORLD_SIZE": "16"}
+    assert attempt_environment(2, 16, shows_stacks=False) == told
+    assert attempt_environment(2, 16, shows_stacks=True) == {**told, "PYTHONFAULTHANDLER": "1"}
 
 
 def test_devices():

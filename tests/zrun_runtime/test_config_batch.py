@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from zrun_runtime.config import AutoHints, InvalidConfig, load_config
+from zrun_runtime.config import AutoHints, InvalidConfig, load_config, short_report
 
 B, M, G = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -76,3 +76,47 @@ def test_every_assumed_size_is_told():
     assert (told[B].kind, told[B].value) == ("assumed", 32)
     assert told[M].kind == "honoured"
     assert "one sample" in {note.path: note for note in load_config({}).notes}[M].text
+
+
+# ---- fewer ranks than at first -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "world", "expected"),
+    [
+        ({B: 64, M: 4, G: 2}, 8, 4, (64, 4, 4)),
+        ({B: 64, M: 4, G: 2}, 8, 1, (64, 4, 16)),
+        ({B: 64, M: 4}, 8, 4, (64, 4, 4)),
+        ({B: 64, G: 2}, 8, 4, (64, 4, 4)),  # not a larger micro-batch: it may not fit in memory
+        ({B: 64}, 8, 4, (64, 8, 2)),
+        ({M: 4, G: 2}, 8, 4, (64, 4, 4)),
+        ({M: 4}, 8, 2, (32, 4, 4)),
+        ({B: 12, G: 1}, 4, 3, (12, 4, 1)),  # what the config asks for fits as it is
+        ({B: 32, M: 4, G: 2}, 8, 4, (32, 4, 2)),  # so does this, and at first it did not
+        ({}, 8, 4, (4, 1, 1)),
+        ({M: 4, G: 2}, 4, 8, (64, 4, 2)),  # more ranks
+        ({M: 4, G: 2}, 8, 8, (64, 4, 2)),
+    ],
+)
+def test_with_fewer_ranks_a_step_sees_as_many_samples(given, first, world, expected):
+    assert sizes(given, world, first_world_size=first) == expected
+
+
+def test_a_size_that_was_given_and_does_not_hold_is_told():
+    config = load_config({B: 64, M: 4, G: 2}, auto=AutoHints(world_size=4, first_world_size=8))
+    told = next(line for line in short_report(config) if line.startswith(G))
+    assert told == f"{G}: 4 keeps {B} 64 at world size 4; 2 as the job was first started, with world size 8"
+    assert [note.kind for note in config.notes if note.path == B] == ["honoured"]
+
+
+@pytest.mark.parametrize("given", [{B: 48, M: 4, G: 2}, {B: 48, M: 4}, {B: 48, G: 2}, {M: 4, G: 2}])
+def test_where_accumulation_cannot_keep_it_the_world_sizes_that_can_are_named(given):
+    with pytest.raises(InvalidConfig) as caught:
+        load_config(given, auto=AutoHints(world_size=5, first_world_size=6))
+    for part in (f"{B} 48", f"{M} 4", "world size 6", "at world size 5", "world sizes that do: 1, 2, 3, 4, 6;"):
+        assert part in str(caught.value)
+
+
+def test_sizes_that_never_agreed_are_refused_as_ever():
+    with pytest.raises(InvalidConfig, match="4 \\* 3 \\* 4 is 48"):
+        load_config({B: 64, M: 4, G: 3}, auto=AutoHints(world_size=4, first_world_size=8))

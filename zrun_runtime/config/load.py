@@ -52,7 +52,7 @@ def load_config(
     document = validate(data, ledger)
     report(document, data, ledger)
     check_rules(document, data, ledger)
-    batch = _batch(document, world_size or hints.world_size, hints.micro_batch, ledger)
+    batch = _batch(document, world_size or hints.world_size, hints, ledger)
     optimizer = read_optimizer(document.optimizer, ledger)
     scheduler = read_scheduler(document.scheduler, hints.total_steps, frozenset(unresolved), ledger)
     ledger.raise_problems()
@@ -85,9 +85,10 @@ def load_config(
     )
 
 
-def _batch(document: Document, world_size: int | None, micro_hint: int | None, ledger: Ledger) -> BatchSizes:
-    """The batch sizes. The hint is used where neither train_batch_size nor a micro batch is given."""
+def _batch(document: Document, world_size: int | None, hints: AutoHints, ledger: Ledger) -> BatchSizes:
+    """The batch sizes. The hint of a micro batch is used where neither train_batch_size nor a micro batch is given."""
     total, micro = document.train_batch_size, document.train_micro_batch_size_per_gpu
     if total is None and micro is None:
-        micro = micro_hint
-    return resolve_batch(total, micro, document.gradient_accumulation_steps, world_size, ledger)
+        micro = hints.micro_batch
+    steps, first = document.gradient_accumulation_steps, hints.first_world_size
+    return resolve_batch(total, micro, steps, world_size, ledger, first)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zrun_runtime.errors import ConfigError
 
-NoteKind = Literal["honoured", "no_effect", "assumed", "migrated", "unknown"]
+NoteKind = Literal["honoured", "no_effect", "assumed", "migrated", "unknown", "changed"]
 
 
 def shown(value: Any) -> str:
@@ -26,7 +26,8 @@ class Note:
     """One line of the effect report.
 
     kind: honoured (does what it says), no_effect (accepted, changes nothing here), assumed (not given, this was
-    taken), migrated (an old spelling, read as the new one) or unknown (not a key of this config, not read).
+    taken), migrated (an old spelling, read as the new one), unknown (not a key of this config, not read) or changed
+    (the text says what holds instead of what was given, and why).
     """
 
     path: str  # dotted, as in zero_optimization.stage

@@ -24,9 +24,10 @@ def summary(config: Config) -> str:
 
 
 def short_report(config: Config) -> list[str]:
-    """What asks for attention, a line each: what is not built yet; keys that are not read, change nothing, are spelt
-    in an old way; and values that were not given."""
-    lines = [f"{note.path}: {note.text}" for note in config.notes if _is_missing(note)]
+    """What asks for attention, a line each: what is not built yet or does not hold as given; keys that are not read,
+    change nothing, are spelt in an old way; and values that were not given."""
+    apart = [note for note in config.notes if _is_missing(note) or note.kind == "changed"]
+    lines = [f"{note.path}: {note.text}" for note in apart]
     for kind, title in _TITLES.items():
         paths = [
             note.path

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zrun_runtime.collectives import Collectives
-from zrun_runtime.config import Config, load_config
-from zrun_runtime.distributed import current_world
+from zrun_runtime.config import AutoHints, Config, load_config
+from zrun_runtime.distributed import current_world, first_world_size
 from zrun_runtime.early import Building
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.telemetry import notice
@@ -57,7 +57,8 @@ class Init:
         world = current_world()
         source = config_dict_or_path if config_dict_or_path is not None else config
         if dtype is None and source is not None:
-            dtype = _dtype(load_config(source, world_size=world.size, defer=True))
+            hints = AutoHints(first_world_size=first_world_size())
+            dtype = _dtype(load_config(source, world_size=world.size, auto=hints, defer=True))
         if remote_device not in (None, "none") and world.rank == 0:
             notice("info", f"zero.Init: remote_device={remote_device} is not built yet: slices stay on {world.device}")
         self._building = Building(Collectives(world), dtype)

@@ -123,12 +123,14 @@ def current_world() -> World:
 
 
 def first_world_size() -> int | None:
-    """Ranks of the job when zrun first started it, before any restart; None if nobody says.
+    """Ranks that the job had before zrun started it again; None if it is the first start, or nobody says.
 
     Raises:
         DistributedError: what is said is not a number.
     """
-    return _number(("ZRUN_FIRST_WORLD_SIZE",), 0) or None
+    # Without a restart a smaller world is no loss: a worker may start something of its own with fewer ranks.
+    restarted = _number(("ZRUN_RESTART_COUNT",), 0) > 0
+    return _number(("ZRUN_FIRST_WORLD_SIZE",), 0) or None if restarted else None
 
 
 def training_device(local_rank: int, backend: str) -> torch.device:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from zrun_runtime.config import AutoHints, InvalidConfig, load_config, short_report
+from zrun_runtime.distributed import first_world_size
 
 B, M, G = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -115,6 +116,17 @@ def test_where_accumulation_cannot_keep_it_the_world_sizes_that_can_are_named(gi
         load_config(given, auto=AutoHints(world_size=5, first_world_size=6))
     for part in (f"{B} 48", f"{M} 4", "world size 6", "at world size 5", "world sizes that do: 1, 2, 3, 4, 6;"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "said", "expected"), [("1", "8", 8), ("0", "8", None), (None, "8", None), ("1", None, None)]
+)
+def test_only_a_restart_has_a_past(monkeypatch, restarts, said, expected):
+    for name, value in (("ZRUN_RESTART_COUNT", restarts), ("ZRUN_FIRST_WORLD_SIZE", said)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert first_world_size() == expected
 
 
 def test_sizes_that_never_agreed_are_refused_as_ever():

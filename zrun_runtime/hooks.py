@@ -45,15 +45,33 @@ def in_backward() -> bool:
 class _Call:
     """One forward of a unit that backwards may follow."""
 
-    __slots__ = ("backward", "brings", "marked", "open", "unfinished", "unit")
+    __slots__ = ("awaited", "backward", "brings", "marked", "open", "unfinished", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.brings = False  # its groups, or some, were not there before it
+        self.awaited = False  # its backward was announced by its forward
         self.marked = False  # an input's gradient will tell the end of its backward
         self.backward = -1  # autograd's number of the backward that last reached it
         self.open = False  # that backward holds the groups
         self.unfinished: set[FlatGroup] = set()  # trained ones that wait for gradients in that backward
+
+
+class Expected:
+    """The backwards that are still to come, so that a group's gradients are known to be over before all have arrived."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[FlatGroup] = Counter()  # of units that bring the group, announced by their forward
+        self.users: Counter[FlatGroup] = Counter()  # units that bring the group
+        self.on_concluded: Callable[[FlatGroup], None] = lambda group: None
+
+    def take(self, call: _Call) -> None:
+        """A call's backward is over. A group that no other unit uses is concluded with its last call."""
+        if call.awaited:
+            self.calls.subtract(call.unit.groups)
+        for group in call.unit.groups if call.marked else ():
+            if self.calls[group] <= 0 and self.users[group] == 1:
+                self.on_concluded(group)
 
 
 class ShardHolder:
@@ -75,11 +93,13 @@ class ShardHolder:
         self._open: list[_Call] = []
         self._calls: dict[Unit, list[_Call]] = {}
         self._last_unit: Unit | None = None  # whose forward is the last to end, as far as is known
+        self.expected = Expected()
         self._handles: list[Any] = []
         for unit in units:
             unit.groups = list(dict.fromkeys(
                 self.by_parameter[id(p)] for p in unit.parameters.values() if id(p) in self.by_parameter
             ))  # fmt: skip
+            self.expected.users.update(unit.groups)
             if unit.groups:
                 self._hook(unit)
 
@@ -199,6 +219,9 @@ class ShardHolder:
             if tensor.requires_grad:
                 hook_first(tensor, lambda grad: self._open_call(call))  # outer units before inner ones
                 found = True
+        if found and not in_backward():
+            call.awaited = True
+            self.expected.calls.update(call.unit.groups)
         if not found and output is not None and not isinstance(output, Tensor) and not list(tensors_in(output)):
             self._keep.update(call.unit.groups)  # an output that cannot be looked into: stay until the backward ended
         return found
@@ -221,6 +244,7 @@ class ShardHolder:
             call.open = False
             self._open.remove(call)
             self.release(call.unit.groups)
+            self.expected.take(call)
 
     def complete(self, group: FlatGroup) -> None:
         """The group's last gradient is there. Calls that nothing else would close end with the last of their groups."""
@@ -284,7 +308,7 @@ class ModelHooks:
         self.holder, self.reducer = holder, reducer
         self._outer = -1  # autograd's number of the outermost backward under way; -1: none
         holder.on_backward = reducer.on_gradient = self._note_backward
-        reducer.on_complete = holder.complete
+        reducer.on_complete, holder.expected.on_concluded = holder.complete, reducer.conclude
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before), prepend=True),
             model.register_forward_hook(Hook(self._after), always_call=True),
@@ -321,6 +345,7 @@ class ModelHooks:
         """The outermost backward is over."""
         self._outer = -1
         self.reducer.finish_backward()
+        self.holder.expected.calls.clear()
         self.holder.reset()
 
     def abandon_backward(self) -> None:
@@ -331,6 +356,7 @@ class ModelHooks:
             rank = self.reducer.collectives.world.rank
             notice("warning", f"a backward failed: the gradients of {done} micro-batches before it are lost too", rank)
         self.reducer.drop()
+        self.holder.expected.calls.clear()
         self.holder.reset()
 
     def remove(self) -> None:

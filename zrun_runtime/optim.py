@@ -214,7 +214,7 @@ class FlatRatios:
             squares[index] = values[part].double().square().sum()
             squares[count + index] = update[part].double().square().sum()
         if self.split:
-            self.group.collectives.reduce(squares, Layout.REPLICATED, squares).wait()
+            self.group.collectives.reduce(squares, Layout.REPLICATED, squares, False, self.group.ticket).wait()
         norms = squares.sqrt()
         ratios = ratio(norms[:count], norms[count : 2 * count]).to(update.dtype)
         for index, part in self.parts:

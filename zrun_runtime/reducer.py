@@ -6,6 +6,10 @@ ranks are means), and drops `p.grad`. When the last one of a group is there the 
 strictly in one order, the same on all ranks, so ranks that use different parameters still agree; a group that is not
 ready by the end of the backward is completed with zeros and reduced then.
 
+Where parameters come and go, the backward itself gathers, and a rank that waits for a reduction must not be waited for
+in a gather. So there a group is reduced when the backward of its unit ends, complete or not: at the same place among
+the gathers on every rank. What more than one unit uses is reduced last.
+
 A plan that keeps whole gradients reduces at the accumulation boundary only, and the buffer stays between micro-batches;
 one that shards them reduces in every backward and adds slices up. A group may become dirty again after its reduction (a
 parameter shared by two reentrantly checkpointed regions): what arrives later is reduced again, and added.
@@ -41,6 +45,7 @@ class GroupGrads:
         self.buffer: Tensor | None = None  # (padded_numel,) accumulation dtype, PARTIAL: gradients not yet reduced
         self.written: set[int] = set()  # parameters whose place in `buffer` holds a gradient
         self.arrived: set[int] = set()  # parameters seen in this backward
+        self.launched = False  # its reduction began in this backward
         self.reduced: Tensor | None = None  # mean over ranks, laid out as the group wants it
         self.square_sum: Tensor | None = None  # () float64: of this rank's slice of `reduced`; None: to be computed
 
@@ -100,7 +105,7 @@ class GradReducer:
             grads.arrived.add(index)
             self.arrival.append(grads.group.spec.parameters[index])
             if grads.ready:
-                if self._reduces_now():
+                if not self.plan.shards_params and self._reduces_now():
                     self._launch_ready()
                 self.on_complete(grads.group)
 
@@ -141,6 +146,12 @@ class GradReducer:
             self._launch(self.order[self._next])
             self._next += 1
 
+    def conclude(self, group: FlatGroup) -> None:
+        """The backward of the one unit that uses this group is over: reduce what is there."""
+        for grads in self.order:
+            if grads.group is group and not grads.launched and self._reduces_now():
+                self._launch(grads)
+
     def _launch(self, grads: GroupGrads) -> None:
         """Start to reduce what the group has; what is missing counts as zero."""
         group = grads.group
@@ -158,13 +169,11 @@ class GradReducer:
         if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:
             out = full
         else:
-            out = grads.reduced if grads.reduced is not None else self._new_shard(group)
-        pending = self.collectives.reduce(full, group.wanted_grads, out, accumulate and out is not full)
+            out = grads.reduced if grads.reduced is not None else _new_shard(group)
+        grads.launched = True
+        again = accumulate and out is not full
+        pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.ticket)
         self._flying.append((grads, out, pending))
-
-    def _new_shard(self, group: FlatGroup) -> Tensor:
-        master = group.master if group.master is not None else group.owned
-        return torch.empty(group.layout.shard_numel, dtype=master.dtype, device=master.device)
 
     def _land(self) -> None:
         """Finish the oldest reduction."""
@@ -207,15 +216,16 @@ class GradReducer:
         self._next = 0
         for grads in self.order:
             grads.arrived.clear()
+            grads.launched = False
 
     def _reduce_all(self) -> None:
         """Reduce what was not yet, and again the groups that got more after their reduction, on any rank.
 
         Every rank asks every time: only some may have run the checkpointed regions that make groups dirty.
         """
-        while self._next < len(self.order):
-            self._launch(self.order[self._next])
-            self._next += 1
+        for grads in self.order:
+            if not grads.launched:
+                self._launch(grads)
         dirty = [index for index, grads in enumerate(self.order) if grads.buffer is not None]
         code = float(hash(tuple(dirty)) % (1 << 52))
         answers = self.collectives.exchange(self._agree, (len(dirty), code))
@@ -259,6 +269,7 @@ class GradReducer:
             grads.buffer = grads.reduced = grads.square_sum = None
             grads.written.clear()
             grads.arrived.clear()
+            grads.launched = False
         self.arrival.clear()
 
     def stay_last(self) -> None:
@@ -273,6 +284,11 @@ class GradReducer:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _new_shard(group: FlatGroup) -> Tensor:
+    master = group.master if group.master is not None else group.owned
+    return torch.empty(group.layout.shard_numel, dtype=master.dtype, device=master.device)
 
 
 def square_sum(values: Tensor) -> Tensor:

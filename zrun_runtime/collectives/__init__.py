@@ -79,21 +79,22 @@ class Collectives:
         """A ticket for gathers or steps, called `label` in errors (see [Note: tickets])."""
         return self._ledger.register(label)
 
-    def reduce(self, full: Tensor, target: Layout, out: Tensor, accumulate: bool = False) -> Pending:
+    def reduce(self, full: Tensor, target: Layout, out: Tensor, accumulate: bool, ticket: int) -> Pending:
         """PARTIAL -> `target`: sum `full` over ranks.
 
         full: (padded_numel,) wire dtype; contents undefined afterwards.
+        ticket: of the group; see Transport.
         out: SHARDED: (shard_numel,), set to (or increased by) this rank's slice. REPLICATED: `full` itself.
         """
         size, rank = self.world.size, self.world.rank
         own = full.chunk(size)[rank]
         if target is Layout.SHARDED:
             self._count("reduce_scatter", full)
-            return self._transport.reduce_scatter(full, out, accumulate)
+            return self._transport.reduce_scatter(full, out, accumulate, ticket)
         if size == 1:
             return DONE
         self._count("reduce_scatter", full)
-        first = self._transport.reduce_scatter(full, own, False)
+        first = self._transport.reduce_scatter(full, own, False, ticket)
 
         def complete() -> None:
             first.wait()

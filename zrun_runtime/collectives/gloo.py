@@ -10,6 +10,8 @@ Sums are taken in rank order, whatever arrives first, so results repeat bit by b
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,13 +28,14 @@ class GlooTransport:
 
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self.world, self.group = world, group
-        self._gathers = self._reductions = 0
+        self._gathers = 0
+        self._reductions: Counter[int] = Counter()  # by ticket
         self._scratch: list[Tensor] = []
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool, ticket: int) -> Pending:
         rank, size = self.world.rank, self.world.size
-        tag = _REDUCE | (self._reductions & 0xFFFFFFF)
-        self._reductions += 1
+        tag = _REDUCE | ((self._reductions[ticket] & 0xFFF) << 16) | (ticket & 0xFFFF)
+        self._reductions[ticket] += 1
         slices = full.chunk(size)
         received = self._borrow(out.numel() * (size - 1), full)
         incoming = dict(zip((p for p in range(size) if p != rank), received.chunk(max(1, size - 1)), strict=True))
@@ -90,7 +93,7 @@ class GlooTransport:
 class LonelyTransport:
     """A world of one: every layout is the same, so nothing moves."""
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool, ticket: int) -> Pending:
         if full.data_ptr() != out.data_ptr():
             _sum_into(out, [full], accumulate)
         return DONE

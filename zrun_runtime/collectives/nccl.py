@@ -24,7 +24,7 @@ class NcclTransport:
     def __init__(self, world: World, group: dist.ProcessGroup) -> None:
         self.world, self.group = world, group
 
-    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool) -> Pending:
+    def reduce_scatter(self, full: Tensor, out: Tensor, accumulate: bool, ticket: int) -> Pending:
         received = torch.empty_like(out, dtype=full.dtype) if accumulate or out.dtype is not full.dtype else out
         work = _reduce_scatter(received, full, group=self.group, async_op=True)
 

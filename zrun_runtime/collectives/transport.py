@@ -51,6 +51,7 @@ class Transport(Protocol):
         full: Tensor,  # (n * world,) any dtype, PARTIAL
         out: Tensor,  # (n,) SHARDED; receives, or is increased by, the sum over ranks of this rank's slice
         accumulate: bool,
+        ticket: int,  # names what is reduced: the n-th reduction of a ticket meets the n-th of every rank
     ) -> Pending: ...
 
     def all_gather(

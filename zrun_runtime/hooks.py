@@ -58,7 +58,7 @@ class _Call:
 
 
 class Expected:
-    """The backwards that are still to come, so that a group's gradients are known to be over before all have arrived."""
+    """The backwards that are still to come: with the last of them a group's gradients are over, all there or not."""
 
     def __init__(self) -> None:
         self.calls: Counter[FlatGroup] = Counter()  # of units that bring the group, announced by their forward

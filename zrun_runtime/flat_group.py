@@ -66,6 +66,7 @@ class FlatGroup:
         self.owned = self.shard if plan.shards_optimizer else self.full
         self.master = self._make_master()
         self.ticket = collectives.register(f"a gather of {spec.label}")
+        self.reduction_ticket = collectives.register(f"a reduction of {spec.label}")
         self.residence = Residence.UNSHARDED
         self._pending = Pending()
         self._versions = [p._version for p in spec.parameters]

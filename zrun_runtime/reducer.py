@@ -150,10 +150,13 @@ class GradReducer:
         """The backward of the one unit that uses this group is over: reduce what is there."""
         for grads in self.order:
             if grads.group is group and not grads.launched and self._reduces_now():
-                self._launch(grads)
+                self._launch(grads, checked=True)
 
-    def _launch(self, grads: GroupGrads) -> None:
-        """Start to reduce what the group has; what is missing counts as zero."""
+    def _launch(self, grads: GroupGrads, checked: bool = False) -> None:
+        """Start to reduce what the group has; what is missing counts as zero.
+
+        checked: among gathers: a rank that is somewhere else must be found out, not waited for.
+        """
         group = grads.group
         full = grads.buffer if grads.buffer is not None else self._new_buffer(group)
         for index, (offset, numel) in enumerate(zip(group.layout.offsets, group.layout.numels, strict=True)):
@@ -173,6 +176,8 @@ class GradReducer:
         grads.launched = True
         again = accumulate and out is not full
         pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.ticket)
+        if checked:
+            pending = self.collectives.checked(pending, group.reduction_ticket)
         self._flying.append((grads, out, pending))
 
     def _land(self) -> None:

@@ -103,6 +103,16 @@ class Collectives:
 
         return Pending(complete)
 
+    def checked(self, pending: Pending, ticket: int) -> Pending:
+        """The same movement, whose `wait()` first makes sure that all ranks came to this ticket at this place."""
+        exchange = self.exchange(ticket)
+
+        def complete() -> None:
+            exchange.wait()
+            pending.wait()
+
+        return Pending(complete)
+
     def all_gather(self, full: Tensor, own: Tensor) -> Pending:
         """SHARDED -> REPLICATED at a place where all ranks are known to agree (inside `step`)."""
         self._count("all_gather", full)
@@ -115,15 +125,8 @@ class Collectives:
         """
         if self.world.size == 1:
             return self._transport.all_gather(full, own, ticket)
-        exchange = self.exchange(ticket)
         self._count("all_gather", full)
-        gather = self._transport.all_gather(full, own, ticket)
-
-        def complete() -> None:
-            exchange.wait()
-            gather.wait()
-
-        return Pending(complete)
+        return self.checked(self._transport.all_gather(full, own, ticket), ticket)
 
     def exchange(self, ticket: int, values: Sequence[float] = ()) -> Exchange:
         """Say a ticket and up to seven numbers; hear those of all ranks, in rank order."""

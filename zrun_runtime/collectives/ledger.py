@@ -11,6 +11,7 @@ The exchange is one 64-byte message to each peer: on loopback 0.1 ms, where a sm
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -36,13 +37,17 @@ class Exchange:
         """(world, 7) float64: the values of every rank, in rank order.
 
         Raises:
-            RanksDivergedError: ranks hold different tickets at this place.
+            RanksDivergedError: ranks hold different tickets at this place, or at an earlier one not yet looked at.
         """
+        self._ledger.settle(self)
+        return self._heard[:, 1:]
+
+    def settle(self) -> None:
+        """Hear the others, and compare."""
         finish(self._works, self._ledger.world.rank, "agreeing on what comes next")
         tickets = [int(t) for t in self._heard[:, 0].tolist()]
         if len(set(tickets)) > 1:
             raise self._ledger.diverged(tickets)
-        return self._heard[:, 1:]
 
 
 class Ledger:
@@ -52,6 +57,7 @@ class Ledger:
         self.world = world
         self._labels: list[str] = []
         self._sequence = 0
+        self._unsettled: deque[Exchange] = deque()
 
     def register(self, label: str) -> int:
         """A new ticket, called `label` in errors. All ranks register in the same order."""
@@ -74,7 +80,13 @@ class Ledger:
             if peer != world.rank and group is not None:
                 works.append(group.send([said], peer, tag))
                 works.append(group.recv([heard[peer]], peer, tag))
-        return Exchange(self, said, heard, works)
+        self._unsettled.append(Exchange(self, said, heard, works))
+        return self._unsettled[-1]
+
+    def settle(self, exchange: Exchange) -> None:
+        """Look at all places up to this one, in order: who diverged at an earlier one will never come to this."""
+        while exchange in self._unsettled:
+            self._unsettled.popleft().settle()
 
     def diverged(self, tickets: list[int]) -> RanksDivergedError:
         """The error that says which ranks are where."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,20 @@ def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> 
         raise ConfigError(f"optimizer.params: {kind} refuses them: {error}") from error
 
 
+@dataclass(frozen=True)
+class GroupState:
+    """What an optimizer has of one flat group, on this rank. Tensors are (shard_numel,), or (padded_numel,) where the
+    state is whole on every rank; where they are in memory between uses, they are the ones in use, not copies.
+
+    master: fp32 (fp64) weights; None if nothing updates the group. moments: laid out as the master, by the optimizer's
+    own names. scalars: what the group has one of (`step`): numbers, or tensors of any other shape.
+    """
+
+    master: Tensor | None
+    moments: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
 class ShardedOptimizer:
     """See [Note: one optimizer, one group at a time]."""
 
@@ -89,9 +104,7 @@ class ShardedOptimizer:
             for group in mine:
                 sharded = _shard_state(group, state) or state.get(group.master)
                 if sharded and group.master is not None:
-                    if options.get("fused") and isinstance(sharded.get("step"), Tensor):
-                        sharded["step"] = sharded["step"].to(group.master.device)  # other kernels count on the CPU
-                    self.optimizer.state[group.master] = sharded
+                    self._give_state(group.master, options, sharded)
 
     def _prefer_fused(self, options: dict[str, Any]) -> None:
         """Where the caller left the choice to torch, take the fused kernel: on a CPU it is seven times faster."""
@@ -99,6 +112,34 @@ class ShardedOptimizer:
         if undecided and not options.get("capturable") and not options.get("differentiable"):
             options["fused"] = True
             vars(self.optimizer)["_step_supports_amp_scaling"] = True
+
+    def read_state(self, group: FlatGroup) -> GroupState:
+        """What the optimizer has of this group. No collective; moments and scalars are empty before the first step."""
+        if group.master is None:
+            return GroupState(None, {}, {})
+        state, shape = self.optimizer.state.get(group.master, {}), group.master.shape
+        moments = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.shape == shape}
+        return GroupState(group.master.detach(), moments, {k: v for k, v in state.items() if k not in moments})
+
+    def state_dtypes(self, group: FlatGroup) -> dict[str, torch.dtype]:
+        """The dtypes of what `read_state` gives that is laid out as the master, "master" itself included: no values."""
+        state = self.read_state(group)
+        kinds = {} if state.master is None else {"master": state.master.dtype}
+        return kinds | {key: value.dtype for key, value in sorted(state.moments.items())}
+
+    def write_state(self, group: FlatGroup, state: GroupState) -> None:
+        """Have this state from now on; its tensors may be kept. The model sees the values after `group.publish()`."""
+        if group.master is None or state.master is None:
+            raise EngineError(f"{group.spec.label}: no optimizer updates it")
+        if state.master.data_ptr() != group.master.data_ptr():
+            group.master.detach().copy_(state.master)
+        options = self.optimizer.param_groups[group.spec.optimizer_group or 0]
+        self._give_state(group.master, options, {**state.scalars, **state.moments})
+
+    def _give_state(self, master: nn.Parameter, options: dict[str, Any], state: dict[str, Any]) -> None:
+        if options.get("fused") and isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(master.device)  # other kernels count on the CPU
+        self.optimizer.state[master] = state
 
     def step(self, reduced: Callable[[FlatGroup], Tensor], scale: float) -> None:
         """Update every group with its reduced gradient times `scale`, and publish. All is readable on return."""

@@ -34,6 +34,7 @@ Examples:
   zrun --env WANDB_API_KEY --log_dir logs train.py
   zrun --hostfile hosts --num_nodes 2 train.py    the first two machines of a hostfile
   zrun --module my_package.train --epochs 3
+  zrun --as_deepspeed --num_gpus 2 finetune.py    a script that says `import deepspeed`
   zrun --num_gpus 2 --backend gloo            the built-in smoke job
   zrun run -- plan                            the script `plan`, not the command
 
@@ -84,11 +85,12 @@ Exit code: that of the worker that failed first, 128+N for signal N,
 @click.option("--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="Default: a free one.")
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run with python -m.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program, run without Python.")
+@click.option("--as_deepspeed", is_flag=True, help="`import deepspeed` means zrun: scripts for it run as they are.")
 @click.option(
     "--local_rank_arg",
-    default="off",
-    metavar="off|_|-",
-    help="Put --local_rank=N (_) or --local-rank=N (-) before the script's arguments.",
+    default="auto",
+    metavar="auto|off|_|-",
+    help="Put --local_rank=N (_) or --local-rank=N (-) before the script's arguments. auto: _ with --as_deepspeed.",
 )
 @click.option(
     "--env",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping
 
@@ -99,11 +101,28 @@ def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], 
         ZRUN_DEVICE=spec.device,
         ZRUN_BACKEND=spec.backend,
     )
+    if spec.as_deepspeed:
+        own_path = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([facade_folder(), *([own_path] if own_path else [])])
+        if spec.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # trainers take a GPU where they see one, whatever the backend
     if spec.devices:
         # CUDA shows a process one MIG slice at most, so with slices each rank sees its own.
         sliced = any(device.startswith("MIG-") for device in spec.devices)
         environment["CUDA_VISIBLE_DEVICES"] = spec.devices[local_rank] if sliced else ",".join(spec.devices)
     return environment
+
+
+def facade_folder() -> str:
+    """The folder on whose account `import deepspeed` means zrun.
+
+    Raises:
+        UsageError: the runtime is not installed here.
+    """
+    found = importlib.util.find_spec("zrun_runtime")  # finds and does not load it
+    if found is None or not found.submodule_search_locations:
+        raise UsageError("--as_deepspeed: the package zrun_runtime is not there", "install zrun whole")
+    return os.path.join(found.submodule_search_locations[0], "integrations", "site")
 
 
 def attempt_environment(restarts: int, first_world_size: int, shows_stacks: bool) -> dict[str, str]:

@@ -15,7 +15,7 @@ INSTEAD = {
     "no_ssh_check": "use --no_preflight",
     "node_rank": _ONCE,
     "machine_rank": _ONCE,
-    "no_local_rank": "that is zrun's default; --local_rank_arg _ adds --local_rank",
+    "no_local_rank": "use --local_rank_arg off; without --as_deepspeed that is the default",
     "enable_each_rank_log": "use --log_dir DIR",
     "redirects": "use --log_dir DIR",
     "tee": "use --log_dir DIR; the console shows every rank",

@@ -34,6 +34,7 @@ class JobSpec:
     lease: float = 30.0  # seconds without a line from the launcher after which the job is ended
     log_dir: str = ""  # empty: a temporary directory, removed at success
     bind_cores: bool = False  # each rank to cores of its own
+    as_deepspeed: bool = False  # `import deepspeed` means zrun
 
     def to_line(self) -> bytes:
         """The spec as one JSON line. Undecodable bytes in arguments survive (surrogate escapes)."""

@@ -19,7 +19,7 @@ from zrun.hosts import find_hosts
 from zrun.job import JobSpec, JobView
 from zrun.machine import ThisMachine
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
-from zrun.settings import LOCAL_RANK_STYLES, LaunchConfig
+from zrun.settings import LaunchConfig
 from zrun.topology import RankAssignment, assign_ranks, give_devices, used_hosts
 
 SMOKE_MODULE = "zrun_runtime.commands.smoke"
@@ -83,12 +83,13 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
         cwd=cwd,
         environment=environment,
         devices=places.hosts[0].devices,
-        local_rank_arg=LOCAL_RANK_STYLES[config.local_rank_arg],
+        local_rank_arg=config.local_rank_option,
         local_rank_at=command.script_at,
         grace=config.grace,
         lease=config.lease,
         log_dir=os.path.join(cwd, config.log_dir) if config.log_dir else "",
         bind_cores=config.bind_cores_to_rank,
+        as_deepspeed=config.as_deepspeed,
     )
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zrun.yamltext import Item
 
 PREFIX = "ZRUN_"
-LOCAL_RANK_STYLES = {"off": "", "_": "--local_rank", "-": "--local-rank"}
+LOCAL_RANK_STYLES = {"off": "", "_": "--local_rank", "-": "--local-rank"}  # and auto: off, _ with as_deepspeed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class LaunchConfig:
     master_port: int | None = None  # None: a free one
     module: bool = False
     no_python: bool = False
-    local_rank_arg: str = "off"  # a key of LOCAL_RANK_STYLES
+    as_deepspeed: bool = False  # `import deepspeed` means zrun
+    local_rank_arg: str = "auto"  # or a key of LOCAL_RANK_STYLES
     env: tuple[str, ...] = ()  # NAME=VALUE or NAME
     env_file: tuple[str, ...] = ()
     log_dir: str = ""
@@ -75,14 +76,21 @@ class LaunchConfig:
             raise UsageError("--module and --no_python need something to run", "name it after the options")
         if math.isnan(self.grace) or math.isnan(self.lease):
             raise UsageError("--grace and --lease are numbers of seconds")
-        if self.local_rank_arg not in LOCAL_RANK_STYLES:
-            styles = ", ".join(LOCAL_RANK_STYLES)
+        if self.local_rank_arg not in ("auto", *LOCAL_RANK_STYLES):
+            styles = ", ".join(("auto", *LOCAL_RANK_STYLES))
             raise UsageError(f"--local_rank_arg {self.local_rank_arg}: not one of {styles}", "`_` is the usual one")
 
     @property
     def may_use_gpus(self) -> bool:
         """Whether GPUs are asked for, or taken if they are there."""
         return self.device == "cuda" or (self.device == "auto" and self.backend != "gloo")
+
+    @property
+    def local_rank_option(self) -> str:
+        """The option that tells the script its local rank; empty for none."""
+        if self.local_rank_arg == "auto":
+            return LOCAL_RANK_STYLES["_" if self.as_deepspeed else "off"]
+        return LOCAL_RANK_STYLES[self.local_rank_arg]
 
 
 @dataclass(frozen=True)

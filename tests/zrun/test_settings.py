@@ -86,6 +86,7 @@ def test_a_profile_may_hold_any_option(read, tmp_path):
         num_nodes=2,
         num_gpus=4,
         backend="gloo",
+        local_rank_arg="off",
         plain=True,
         grace=1.5,
         env=("A=1", "B=x y", "ON=yes"),

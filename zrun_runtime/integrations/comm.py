@@ -1,0 +1,80 @@
+"""`deepspeed.comm`: torch.distributed, with DeepSpeed's way of starting it.
+
+[Note: accelerate on the CPU]
+Where accelerate finds no GPU and was not told to use the CPU, it picks no backend, calls `init_distributed(None)` and
+then believes to be alone, on every rank: each rank trains on all the data. Its state is under construction at that
+moment, and it reads the world from torch.distributed if it has a backend; so we tell it the one that was chosen.
+`initialize` checks the outcome, and refuses to train if accelerate still counts other ranks than there are.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+import zrun_runtime
+from zrun_runtime.distributed import DEFAULT_TIMEOUT
+from zrun_runtime.errors import DistributedError
+from zrun_runtime.telemetry import notice
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """As zrun_runtime.init_distributed; also tells accelerate of the backend ([Note: accelerate on the CPU])."""
+    zrun_runtime.init_distributed(
+        dist_backend,
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+        timeout,
+        init_method,
+        dist_init_required,
+        config,
+        rank,
+        world_size,
+    )
+    if dist_backend is None and dist.is_initialized():
+        _tell_accelerate(dist.get_backend())
+
+
+def _accelerate_state() -> dict[str, Any]:
+    """What accelerate knows of the process; empty where it is not in use."""
+    module = sys.modules.get("accelerate.state")
+    return getattr(getattr(module, "PartialState", None), "_shared_state", {})
+
+
+def _tell_accelerate(backend: str) -> None:
+    state = _accelerate_state()
+    if state and state.get("backend", "") is None and dist.get_world_size() > 1:
+        state["backend"] = backend
+        if dist.get_rank() == 0:
+            notice("info", f"accelerate chose no backend without a GPU: it uses {backend}, so that it sees every rank")
+
+
+def check_accelerate() -> None:
+    """See [Note: accelerate on the CPU].
+
+    Raises:
+        DistributedError: accelerate counts other ranks than there are.
+    """
+    believed = _accelerate_state().get("num_processes")
+    if believed is not None and dist.is_initialized() and believed != dist.get_world_size():
+        raise DistributedError(
+            f"accelerate believes in {believed} process(es), but there are {dist.get_world_size()}: "
+            "each rank would train on the same data",
+            "pass TrainingArguments(use_cpu=True), or Accelerator(kwargs_handlers="
+            '[InitProcessGroupKwargs(backend="gloo")])',
+        )

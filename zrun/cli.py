@@ -96,7 +96,7 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Set a variable for the workers; without a value, the one it has here. Repeatable.",
+    help="A variable for the workers; without a value, the one it has here; BEGIN*: all that begin so. Repeatable.",
 )
 @click.option("--env_file", multiple=True, metavar="FILE", help="NAME=VALUE lines for the workers. Repeatable.")
 @click.option(
@@ -266,8 +266,7 @@ def _own_command(name: str) -> click.Command | None:
     # Here and not at the top: no launch has to wait for them.
     from zrun import tools
 
-    command = getattr(tools, name)
-    return command if isinstance(command, click.Command) else None
+    return {"doctor": tools.doctor(launch), "ps": tools.ps, "kill": tools.kill}[name]
 
 
 def _find_command(name: str) -> click.Command | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import click
 
 F = TypeVar("F", bound=Callable[..., object])
 
-SSH_OPTIONS = (
+_OPTIONS = (
     click.option("--ssh_port", type=click.IntRange(1, 65535), metavar="PORT", help="Of the SSH servers."),
     click.option("--ssh_config", default="", metavar="FILE", help="In place of ~/.ssh/config and the system's."),
     click.option(
@@ -17,6 +17,7 @@ SSH_OPTIONS = (
         type=click.Choice(["strict", "accept-new"]),
         default="strict",
         show_default=True,
+        metavar="strict|accept-new",
         help="What to do with hosts that known_hosts does not know: refuse them, or add them to it.",
     ),
     click.option(
@@ -28,9 +29,6 @@ SSH_OPTIONS = (
         help="To reach a host and log in.",
     ),
     click.option("--iface", default="", metavar="NAME", help="The network interface of all ranks. Default: found out."),
-)
-_LAUNCH_OPTIONS = (
-    *SSH_OPTIONS,
     click.option("--no_preflight", is_flag=True, help="Start also on hosts that differ or lack something."),
     click.option(
         "--max_restarts",
@@ -54,15 +52,8 @@ _LAUNCH_OPTIONS = (
 )
 
 
-def with_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
-    """A decorator that adds the options to a command."""
-
-    def add(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-cluster_options = with_options(_LAUNCH_OPTIONS)
+def cluster_options(command: F) -> F:
+    """Adds the options to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

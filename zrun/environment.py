@@ -29,6 +29,8 @@ RESERVED = frozenset(
         "ZRUN_DEVICE",
         "ZRUN_BACKEND",
         "ZRUN_EVENT_FD",
+        "ZRUN_RESTART_COUNT",
+        "ZRUN_FIRST_WORLD_SIZE",
     )
 )
 # What begins so goes from the launcher's environment to the workers of other hosts.
@@ -125,15 +127,19 @@ def facade_folder() -> str:
     return os.path.join(found.submodule_search_locations[0], "integrations", "site")
 
 
-def attempt_environment(restarts: int, first_world_size: int, shows_stacks: bool) -> dict[str, str]:
-    """What a worker is told of the history of its job; the user's own environment goes before it.
+def with_history(
+    environment: Mapping[str, str], restarts: int, first_world_size: int, shows_stacks: bool
+) -> dict[str, str]:
+    """The environment of an attempt's workers: the user's, and what they are told of the history of their job.
 
     Args:
         first_world_size: ranks of the first attempt; a restart may have fewer.
         shows_stacks: a worker that is ended by SIGABRT shows where it stood.
     """
     told = {"ZRUN_RESTART_COUNT": str(restarts), "ZRUN_FIRST_WORLD_SIZE": str(first_world_size)}
-    return {**told, "PYTHONFAULTHANDLER": "1"} if shows_stacks else told
+    if shows_stacks:
+        told["PYTHONFAULTHANDLER"] = "1"
+    return {**environment, **told}
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
@@ -145,19 +151,26 @@ def travelling(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def read_assignment(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    """`NAME=VALUE`, or `NAME` with the value it has in `environ`.
+def read_assignment(text: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """`NAME=VALUE`, `NAME` with the value it has in `environ`, or `BEGIN*` for all there whose names begin so.
 
     Raises:
         UsageError: no valid name, a name that zrun sets itself, or no value to take.
     """
     name, equals, value = text.partition("=")
+    if name.endswith("*") and not equals:
+        begin = name[:-1]
+        check_spelling(begin, f"--env {text}")
+        found = {n: v for n, v in environ.items() if n.startswith(begin) and n not in RESERVED}
+        if not found:
+            raise UsageError(f"--env {text}: no variable in the environment begins with {begin}", "export it first")
+        return found
     check_name(name, f"--env {name}")
     if equals:
-        return name, value
+        return {name: value}
     if name not in environ:
         raise UsageError(f"--env {name}: there is no {name} in the environment", f"give a value: --env {name}=VALUE")
-    return name, environ[name]
+    return {name: environ[name]}
 
 
 def check_spelling(name: str, where: str) -> None:

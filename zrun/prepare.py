@@ -209,9 +209,9 @@ def _read_environment(
     for name in config.env_file:
         found.update(parse_env_file(_read_text(os.path.join(cwd, name), f"--env_file {name}"), name))
     for text in config.env:
-        name, value = read_assignment(text, environ)
-        found[name] = value
-        if "=" in text and looks_secret(name):
+        found.update(read_assignment(text, environ))
+        name, equals, _ = text.partition("=")
+        if equals and looks_secret(name):
             remarks.append(
                 (
                     "warning",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zrun.attempt import Verdict
 from zrun.console import Console
-from zrun.environment import attempt_environment
+from zrun.environment import with_history
 from zrun.errors import PreflightError
 from zrun.hostfile import Host
 from zrun.job import FailureReport
@@ -81,10 +81,11 @@ class Run:
         if not all(job.here):
             job = self._settle(job, self._look(job, keep=True))
         self._attempts += 1
-        told = attempt_environment(self._restarts, self._first_world_size, self._config.stall_timeout is not None)
+        history = (self._restarts, self._first_world_size, self._config.stall_timeout is not None)
         job_id = self._id if self._attempts == 1 else f"{self._id}-{self._attempts}"
         specs = [
-            dataclasses.replace(spec, job_id=job_id, environment={**told, **spec.environment}) for spec in job.specs
+            dataclasses.replace(spec, job_id=job_id, environment=with_history(spec.environment, *history))
+            for spec in job.specs
         ]
         self._job = dataclasses.replace(job, specs=tuple(specs), view=dataclasses.replace(job.view, job_id=job_id))
         return self._job

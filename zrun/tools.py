@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -10,7 +11,6 @@ from typing import Any
 
 import click
 
-from zrun.cluster_options import SSH_OPTIONS, with_options
 from zrun.doctor import Survey, report_table
 from zrun.errors import PreflightError, UsageError
 from zrun.prepare import prepare
@@ -19,25 +19,38 @@ from zrun.registry import Entry, directory, running
 from zrun.running import make_transport
 from zrun.settings import LaunchConfig
 
+_STARTS_NOTHING = frozenset(("show_settings", "dry_run", "version"))  # options of a launch that make no sense here
+# These may be said, as they are in a profile, but mean nothing to a look.
+_OF_A_RUN = (
+    *("local_rank_arg", "log_dir", "show_ranks", "bind_cores_to_rank", "grace", "lease", "no_preflight"),
+    *("as_deepspeed", "max_restarts", "min_nodes", "stall_timeout", "plain", "verbose"),
+)
 _HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 
 
-@click.command(context_settings=_HELP)
-@click.option("--hostfile", "-H", default="", metavar="FILE", help="The machines. Default: as for a launch.")
-@click.option("--include", "-i", default="", metavar="SPEC", help="Only these hosts and slots.")
-@click.option("--exclude", "-e", default="", metavar="SPEC", help="Not these hosts and slots.")
-@click.option("--num_nodes", type=click.IntRange(min=1), metavar="N", help="Only the first N hosts.")
-@click.option("--num_gpus", type=click.IntRange(min=1), metavar="N", help="Slots of each host.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="What to train on.")
-@with_options(SSH_OPTIONS)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.argument("script", default="")
-def doctor(script: str, as_json: bool, **options: Any) -> int:
-    """Look at all hosts as a launch does before it starts anything, and say whether they are fit.
+def doctor(launch: click.Command) -> click.Command:
+    """The command `zrun doctor`: it takes the words of a launch and only looks."""
+    options = []
+    for option in launch.params:
+        if option.name not in _STARTS_NOTHING:
+            option = copy.copy(option)
+            if isinstance(option, click.Option):
+                option.hidden = option.name in _OF_A_RUN
+                option.help = "One JSON object." if option.name == "json" else option.help
+            options.append(option)
+    return click.Command(
+        "doctor",
+        params=options,
+        callback=_examine,
+        help="""Look at all hosts as a launch with the same words does before it starts anything, and say whether they
+        are fit. With SCRIPT also whether it is there, and the same everywhere. Profile and ZRUN_ variables count too.
+        """,
+        context_settings=launch.context_settings,
+    )
 
-    With SCRIPT also whether it is there, and the same everywhere.
-    """
-    config = LaunchConfig(script=script, **options)
+
+def _examine(command: tuple[str, ...], **options: Any) -> int:
+    config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
     job = prepare(config, os.environ, os.getcwd())
     job.port.release()
     transport = make_transport(job, config, os.environ)
@@ -45,7 +58,7 @@ def doctor(script: str, as_json: bool, **options: Any) -> int:
         report = Survey(job, transport, config, os.getcwd()).run()
     finally:
         transport.close()
-    if as_json:
+    if config.json:
         click.echo(json.dumps(report.as_data()))
     else:
         click.echo(report_table(report))

@@ -330,3 +330,17 @@ def test_run_is_always_the_script(tmp_path):
         with command(tmp_path, *words) as run:
             assert run.wait() == 0
             assert "my own plan" in run.out
+
+
+def test_the_doctor_heeds_profile_and_variables(tmp_path):
+    (tmp_path / "script.py").write_text("")
+    (tmp_path / "hosts").write_text("localhost slots=3\n")
+    (tmp_path / "profile.yaml").write_text("hostfile: hosts\ngrace: 5\n")
+    words = ("doctor", "--profile", "profile.yaml", "--json", "script.py", "--config", "ds.json")
+    with command(tmp_path, *words, environ={"ZRUN_DEVICE": "cpu"}) as run:
+        assert run.wait() == 0, run.err
+        report = json.loads(run.out)
+    assert report["fit"] and report["hosts"][0]["slots"] == 3 and report["hosts"][0]["facts"]["script_hash"]
+    with command(tmp_path, *words, environ={"ZRUN_HOSTFILE": "nowhere"}) as run:
+        assert run.wait() == 2
+        assert "no hostfile nowhere" in run.err

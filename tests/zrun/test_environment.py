@@ -9,12 +9,12 @@ import pytest
 from zrun.environment import (
     STAYING,
     TRAVELLING_PREFIXES,
-    attempt_environment,
     check_spelling,
     looks_secret,
     parse_env_file,
     read_assignment,
     travelling,
+    with_history,
     worker_environment,
 )
 from zrun.errors import UsageError
@@ -61,8 +61,9 @@ def test_nothing_of_another_launcher_is_passed_on():
 
 def test_the_history_of_the_job_is_told():
     told = {"ZRUN_RESTART_COUNT": "2", "ZRUN_FIRST_WORLD_SIZE": "16"}
-    assert attempt_environment(2, 16, shows_stacks=False) == told
-    assert attempt_environment(2, 16, shows_stacks=True) == {**told, "PYTHONFAULTHANDLER": "1"}
+    users = {"A": "1", "ZRUN_RESTART_COUNT": "7"}
+    assert with_history(users, 2, 16, shows_stacks=False) == {"A": "1", **told}
+    assert with_history(users, 2, 16, shows_stacks=True) == {"A": "1", **told, "PYTHONFAULTHANDLER": "1"}
 
 
 def test_devices():
@@ -74,13 +75,29 @@ def test_devices():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("A=1", ("A", "1")), ("A=", ("A", "")), ("A=x=y", ("A", "x=y")), ("A= b\nc ", ("A", " b\nc ")), ("H", ("H", "h"))],
+    [
+        ("A=1", {"A": "1"}),
+        ("A=", {"A": ""}),
+        ("A=x=y", {"A": "x=y"}),
+        ("A= b\nc ", {"A": " b\nc "}),
+        ("H", {"H": "h"}),
+        ("MY_*", {"MY_A": "1", "MY_B": "2"}),
+        ("R*", {"ROOM": "3"}),
+        ("A=*", {"A": "*"}),
+    ],
 )
 def test_assignments(text, expected):
-    assert read_assignment(text, {"H": "h"}) == expected
+    environ = {"H": "h", "MY_A": "1", "MY_B": "2", "OTHER_MY_C": "3", "RANK": "0", "ROOM": "3"}
+    assert read_assignment(text, environ) == expected
 
 
-@pytest.mark.parametrize("text", ["", "=1", "1A=2", "A-B=1", "A B=1", "MISSING", "RANK=0", "ZRUN_JOB_ID=x", "A\n=1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "=1", "1A=2", "A-B=1", "A B=1", "MISSING", "A\n=1", "*", "NO_*", "A-*", "RANK*"),
+        *("RANK=0", "ZRUN_JOB_ID=x", "ZRUN_RESTART_COUNT=3", "ZRUN_FIRST_WORLD_SIZE=9"),
+    ],
+)
 def test_wrong_assignments(text):
     with pytest.raises(UsageError):
         read_assignment(text, {"RANK": "0"})

@@ -7,6 +7,8 @@ missing=()
 PATH="$PATH:/usr/sbin:/sbin"
 command -v ip >/dev/null || missing+=(iproute2)
 command -v sshd >/dev/null || missing+=(openssh-server)
+command -v fish >/dev/null || missing+=(fish)
+command -v tcsh >/dev/null || missing+=(tcsh)
 
 if [ ${#missing[@]} -eq 0 ] || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
     exit 0

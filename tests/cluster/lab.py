@@ -21,7 +21,7 @@ from tests.folded import unfolded
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "zrunlab"
 PATIENCE = 30.0  # seconds for what should take one
-TOOLS = ("ip", "tc", "sshd", "ssh-keygen", "nsenter")
+TOOLS = ("ip", "tc", "sshd", "ssh-keygen", "nsenter", "fish", "tcsh")
 _SSHD_ROOM = "/run/sshd"  # sshd asks for it, an empty directory
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import zrun as package
-from tests.cluster.lab import ROOT, Lab, call, zrun
+from tests.cluster.lab import ROOT, Lab, call, tool, zrun
 
 QUIET = "print('started', flush=True)\n"
 TIMEOUT = 3.0
@@ -153,6 +156,25 @@ def test_a_noisy_csh_like_login(lab, tmp_path):
     with zrun(lab, tmp_path, "--hostfile", lab.hostfile(), *OPTIONS, "script.py") as run:
         assert run.wait() == 0, run.said
         assert run.out.count("started") == 4 and "Welcome" not in run.out
+
+
+@pytest.mark.parametrize("shell", ["fish", "tcsh", "dash"])
+def test_login_shells(lab, tmp_path, shell):
+    """Shells that read a command line each in their own way, and one that speaks first."""
+    users = re.sub(r"(?m)^root:.*", f"root:x:0:0:root:{tmp_path}:{tool(shell)}", Path("/etc/passwd").read_text())
+    (tmp_path / "passwd").write_text(users)
+    for name in (".cshrc", ".config/fish/config.fish"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"echo Welcome\necho\ntouch {tmp_path}/spoke\n")
+    script = "import os, sys\nprint(sys.argv[1:], os.readlink(f'/proc/{os.getppid()}/exe'), flush=True)\n"
+    (tmp_path / "script.py").write_text(script)
+    lab.nodes[1].stop_sshd()
+    lab.nodes[1].start_sshd(f"mount --bind {tmp_path}/passwd /etc/passwd")
+    words = ["a b", "$HOME", "it's", "*", "!x", "(y)"]
+    with zrun(lab, tmp_path, "--hostfile", lab.hostfile("node-2 slots=1\n"), *OPTIONS, "script.py", *words) as run:
+        assert run.wait() == 0, run.said
+        assert f"{words} " in run.out and "Welcome" not in run.out
+    assert shell == "dash" or (tmp_path / "spoke").exists()
 
 
 def test_the_doctor(lab, tmp_path):

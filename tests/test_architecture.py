@@ -90,6 +90,7 @@ LEVELS = {
     "zrun_runtime.grouping": 3.1,
     "zrun_runtime.reducer": 3.1,
     "zrun_runtime.order": 3.95,
+    "zrun_runtime.holder": 3.97,
     "zrun_runtime.hooks": 4.0,
     "zrun_runtime.optimizers": 2.0,
     "zrun_runtime.optim": 4.0,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def in_backward() -> bool:
+    """This thread is inside autograd's engine."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Hook:

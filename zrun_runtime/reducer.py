@@ -67,6 +67,7 @@ class GradReducer:
         window: Window,
     ) -> None:
         self.order = [GroupGrads(group) for group in groups]
+        self.of = {grads.group: grads for grads in self.order}
         self.plan = plan
         self.collectives = collectives
         self.wire_dtype, self.window = wire_dtype, window
@@ -148,9 +149,9 @@ class GradReducer:
 
     def conclude(self, group: FlatGroup) -> None:
         """The backward of the one unit that uses this group is over: reduce what is there."""
-        for grads in self.order:
-            if grads.group is group and not grads.launched and self._reduces_now():
-                self._launch(grads, checked=True)
+        grads = self.of.get(group)
+        if grads is not None and not grads.launched and self._reduces_now():
+            self._launch(grads, checked=True)
 
     def _launch(self, grads: GroupGrads, checked: bool = False) -> None:
         """Start to reduce what the group has; what is missing counts as zero.

@@ -18,7 +18,8 @@ from zrun_runtime.grouping import (
     specs_in_order,
     specs_of_units,
 )
-from zrun_runtime.hooks import ModelHooks, ShardHolder
+from zrun_runtime.holder import ShardHolder
+from zrun_runtime.hooks import ModelHooks
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
@@ -220,6 +221,7 @@ class ZeroModel:
         self.groups.clear()
         self.where.clear()
         self.reducer.order.clear()
+        self.reducer.of.clear()
         if self.updater is not None:
             self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
         self.groups = [self._build(spec) for spec in specs]

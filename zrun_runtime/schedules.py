@@ -293,7 +293,7 @@ def build_scheduler(config: SchedulerConfig, optimizer: Any) -> Any:
         raise ConfigError(f"scheduler.type: torch.optim.lr_scheduler has no schedule {config.type}")
     try:
         return kind(_torch_optimizer(optimizer), **config.params)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"scheduler.params: {config.type} does not take these: {error}") from error
 
 

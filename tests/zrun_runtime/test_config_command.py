@@ -47,7 +47,7 @@ def test_check_refuses_and_shows_every_problem(good, bad, tmp_path):
     done = run("check", good, bad, tmp_path / "none.json")
     assert done.exit_code == 2
     assert f"{good}: accepted" in done.output
-    assert "  zero_optimization.stage: must be 0, 1, 2 or 3, not 4\n" in done.output
+    assert "  line 1: zero_optimization.stage: must be 0, 1, 2 or 3, not 4\n" in done.output
     assert "did you mean overlap_comm?" in done.output
     assert "no such config file" in done.output
     assert "Traceback" not in done.output

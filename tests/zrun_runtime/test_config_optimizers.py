@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zrun_runtime import schedules
-from zrun_runtime.config import AutoHints, InvalidConfig, load_config, optimizers
+from zrun_runtime.config import AutoHints, InvalidConfig, load_config, optimizers, schedulers
 from zrun_runtime.optimizers import OWN
 
 
@@ -114,23 +114,49 @@ def scheduled(kind, total_steps=None, **params):
     return load_config(source, auto=AutoHints(total_steps=total_steps)).scheduler
 
 
-@pytest.mark.parametrize("kind", optimizers.SCHEDULERS)
+@pytest.mark.parametrize("kind", schedulers.SCHEDULERS)
 def test_the_arguments_are_those_of_the_classes(kind):
     taken = inspect.signature(schedules.SCHEDULES[kind]).parameters
-    assert set(optimizers.SCHEDULERS[kind]) == set(taken) - {"optimizer"}
-    for name, item in optimizers.SCHEDULERS[kind].items():
+    assert set(schedulers.SCHEDULERS[kind]) == set(taken) - {"optimizer"}
+    for name, item in schedulers.SCHEDULERS[kind].items():
         assert item.required == (taken[name].default is inspect.Parameter.empty)
         if item.has_default:
             assert item.default == taken[name].default
 
 
 def test_there_are_five_and_those_of_torch():
-    assert set(optimizers.SCHEDULERS) == set(schedules.SCHEDULES)
+    assert set(schedulers.SCHEDULERS) == set(schedules.SCHEDULES)
     assert scheduled("warmuplr").type == "WarmupLR"
     assert scheduled("StepLR", step_size=3).params == {"step_size": 3}
     assert "did you mean WarmupLR?" in problems("scheduler", "WarmpLR")["scheduler.type"]
-    for kind in optimizers.TORCH_SCHEDULERS:
-        assert issubclass(getattr(torch.optim.lr_scheduler, kind), torch.optim.lr_scheduler.LRScheduler)
+    for kind, known in schedulers.TORCH_SCHEDULERS.items():
+        factory = getattr(torch.optim.lr_scheduler, kind)
+        assert issubclass(factory, torch.optim.lr_scheduler.LRScheduler)
+        taken = dict(inspect.signature(factory).parameters)
+        del taken["optimizer"]
+        taken.pop("scale_fn", None)
+        assert set(known) == set(taken)
+        assert all(item.required == (taken[name].default is inspect.Parameter.empty) for name, item in known.items())
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "ReduceLROnPlateau"])
+def test_a_schedule_that_json_cannot_hold_is_the_programs(kind):
+    assert "initialize(lr_scheduler=...)" in problems("scheduler", kind)["scheduler.type"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "path"),
+    [
+        ("StepLR", {"step_size": [2]}, "step_size"),
+        ("StepLR", {"step_sise": 2}, "step_sise"),
+        ("StepLR", {}, "step_size"),
+        ("CosineAnnealingLR", {"T_max": 5, "eta_min": {}}, "eta_min"),
+        ("MultiStepLR", {"milestones": 5}, "milestones"),
+        ("MultiStepLR", {"milestones": [1, "x"]}, "milestones"),
+    ],
+)
+def test_arguments_of_a_torch_schedule_that_make_no_sense(kind, params, path):
+    assert f"scheduler.params.{path}" in problems("scheduler", kind, **params)
 
 
 def test_a_length_that_is_missing_is_asked_for_unless_the_program_knows_it():

@@ -56,6 +56,7 @@ def from_accelerate(data: dict[str, Any], folder: Path | None, ledger: Ledger) -
     for name, value in block.items():
         if name not in _PLACES and name not in _NOT_READ:
             result[name] = value
+            ledger.moved(f"{BLOCK}.{name}", name)
     for name, value in block.items():
         if name in _PLACES:
             _put(result, name, value, ledger)
@@ -72,9 +73,13 @@ def _put(result: dict[str, Any], name: str, value: Any, ledger: Ledger) -> None:
     target: Any = result
     for section in sections:
         target = target.setdefault(section, {}) if isinstance(target, dict) else None
+    path = ".".join(_PLACES[name])
     if isinstance(target, dict) and target.setdefault(key, value) != value:
-        path = ".".join(_PLACES[name])
         ledger.problem(f"{BLOCK}.{name}", f"is {value}, but {path} is {target[key]}: remove one")
+    else:
+        for count in range(1, len(sections) + 1):  # sections that only this name asks for
+            ledger.places.written.setdefault(".".join(sections[:count]), f"{BLOCK}.{name}")
+        ledger.moved(f"{BLOCK}.{name}", path)
 
 
 def _named_file(block: dict[str, Any], folder: Path | None) -> dict[str, Any]:

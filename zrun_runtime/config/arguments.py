@@ -94,6 +94,17 @@ def per_group(check: Check) -> Check:
     return check_all
 
 
+def many(check: Check) -> Check:
+    """A list."""
+
+    def check_all(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise ValueError("must be a list")
+        return [check(item) for item in value]
+
+    return check_all
+
+
 def optional(check: Check) -> Check:
     """null, or what `check` takes."""
     return lambda value: None if value is None else check(value)

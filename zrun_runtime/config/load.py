@@ -12,9 +12,11 @@ from zrun_runtime.config.effects import report
 from zrun_runtime.config.hints import AutoHints
 from zrun_runtime.config.migrate import modernise
 from zrun_runtime.config.notes import Ledger
-from zrun_runtime.config.optimizers import read_optimizer, read_scheduler
+from zrun_runtime.config.optimizers import read_optimizer
+from zrun_runtime.config.places import Places
 from zrun_runtime.config.resolved import Config
 from zrun_runtime.config.rules import check_rules, precision_of
+from zrun_runtime.config.schedulers import read_scheduler
 from zrun_runtime.config.schema import Document
 from zrun_runtime.config.source import read_source
 from zrun_runtime.config.unknown import drop_unknown
@@ -44,7 +46,7 @@ def load_config(
     """
     hints = auto or AutoHints()
     found = read_source(source)
-    ledger = Ledger(found.origin)
+    ledger = Ledger(found.origin, Places(found.lines))
     data = modernise(found, ledger)
     drop_unknown(data, strict, ledger)
     unresolved = resolve_auto(data, hints, ledger)

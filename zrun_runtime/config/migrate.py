@@ -45,7 +45,9 @@ def _move(data: dict[str, Any], old: str, new: str, value: Any, section: str, le
         ledger.problem(place, f"is an old spelling of {new}, which is given too and says something else: remove {old}")
         return
     data[new] = value
-    ledger.note(place, "migrated", f"is now {f'{section}.{new}'.lstrip('.')}", value)
+    today = f"{section}.{new}".lstrip(".")
+    ledger.moved(place, today)
+    ledger.note(place, "migrated", f"is now {today}", value)
 
 
 def _rename(data: dict[str, Any], old: str, new: str, section: str, ledger: Ledger) -> None:
@@ -92,6 +94,7 @@ def _clip_in_optimizer(data: dict[str, Any], ledger: Ledger) -> None:
         value, place = params.pop("max_grad_norm"), "optimizer.params.max_grad_norm"
         said = data.setdefault("gradient_clipping", value)
         if said == value:
+            ledger.moved(place, "gradient_clipping")
             ledger.note(place, "migrated", "is now gradient_clipping", value)
         else:
             ledger.problem(place, f"is {value}, but gradient_clipping is {said}: remove max_grad_norm")
@@ -107,6 +110,7 @@ def _tidy(data: dict[str, Any], kind: type[Section], path: str, ledger: Ledger) 
                 del data[name]
             else:
                 data[field.alias] = data.pop(name)
+                ledger.moved(f"{path}.{name}".lstrip("."), f"{path}.{field.alias}".lstrip("."))
         inner = section_of(field)
         if inner is None or name not in data:
             continue

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zrun_runtime.config.places import Places
 from zrun_runtime.errors import ConfigError
 
 NoteKind = Literal["honoured", "no_effect", "assumed", "migrated", "unknown", "changed"]
@@ -38,13 +39,15 @@ class Note:
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason to refuse a config. `path` is empty when the file as a whole is meant."""
+    """One reason to refuse a config. path: empty when the file as a whole is meant. line: None if nothing was written."""
 
     path: str
     text: str
+    line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.text}" if self.path else self.text
+        place = f"{self.path}: " if self.path else ""
+        return f"{place}{self.text}" if self.line is None else f"line {self.line}: {place}{self.text}"
 
 
 class InvalidConfig(ConfigError):
@@ -66,6 +69,7 @@ class Ledger:
     """Collects notes and problems while a config is read, so that all of them are told at once."""
 
     origin: str
+    places: Places = field(default_factory=Places)
     notes: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -77,7 +81,11 @@ class Ledger:
         return any(note.path == path for note in self.notes)
 
     def problem(self, path: str, text: str) -> None:
-        self.problems.append(Problem(path, text))
+        self.problems.append(Problem(path, text, self.places.line_of(path)))
+
+    def moved(self, old: str, new: str) -> None:
+        """The key `new` is written as `old`: full paths."""
+        self.places.written[new] = old
 
     def raise_problems(self) -> None:
         """Raise what was collected.

@@ -1,7 +1,8 @@
-"""The sections optimizer and scheduler: which types there are, and what arguments they take."""
+"""The section optimizer: which types there are, and what arguments they take."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from zrun_runtime.config.arguments import (
@@ -9,17 +10,13 @@ from zrun_runtime.config.arguments import (
     argument,
     flag,
     number,
-    one_of,
-    optional,
     pair,
-    per_group,
     read_arguments,
-    whole,
 )
 from zrun_runtime.config.names import nearest
 from zrun_runtime.config.notes import Ledger
-from zrun_runtime.config.resolved import OptimizerConfig, SchedulerConfig
-from zrun_runtime.config.schema import OptimizerSection, SchedulerSection
+from zrun_runtime.config.resolved import OptimizerConfig
+from zrun_runtime.config.schema import OptimizerSection
 
 _PARAMS = "optimizer.params"
 _RATE, _DECAY, _EPS = argument(number(), 1e-3), Argument(number()), Argument(number())
@@ -122,9 +119,9 @@ def read_optimizer(section: OptimizerSection | None, ledger: Ledger) -> Optimize
     if lower in _REFUSED:
         ledger.problem("optimizer.type", f"{section.type} {_REFUSED[lower]}")
         return None
-    name = _known(section.type, OPTIMIZERS)
+    name = known_name(section.type, OPTIMIZERS)
     if name is None:
-        ledger.problem("optimizer.type", _unknown("optimizer", section.type, OPTIMIZERS))
+        ledger.problem("optimizer.type", unknown_name("optimizer", section.type, OPTIMIZERS))
         return None
     given = dict(section.params)
     for other in _CHOSEN_HERE:
@@ -134,7 +131,7 @@ def read_optimizer(section: OptimizerSection | None, ledger: Ledger) -> Optimize
         name = _adam_kind(name, given, ledger)
     params = read_arguments(section.type, given, OPTIMIZERS[name], _PARAMS, ledger)
     ledger.note("optimizer.type", "honoured", _about_type(section.type, name), name)
-    _tell_of_arguments(_PARAMS, params, section.params, ledger)
+    tell_of_arguments(_PARAMS, params, section.params, ledger)
     return OptimizerConfig(name, params)
 
 
@@ -161,104 +158,8 @@ def _adam_kind(name: str, given: dict[str, Any], ledger: Ledger) -> str:
     return kind
 
 
-_RATES = per_group(number())
-_WARM = {
-    "warmup_num_steps": argument(whole(), 1000),
-    "warmup_type": argument(one_of("log", "linear"), "log"),
-    "last_batch_iteration": Argument(whole(-1)),
-}
-SCHEDULERS: dict[str, dict[str, Argument]] = {
-    "WarmupLR": {
-        "warmup_min_lr": argument(_RATES, 0.0),
-        "warmup_max_lr": argument(optional(_RATES), None),
-        **_WARM,
-    },
-    "WarmupDecayLR": {
-        "total_num_steps": Argument(whole(1), required=True),
-        "warmup_min_lr": argument(_RATES, 0.0),
-        "warmup_max_lr": argument(optional(_RATES), 1e-3),
-        **_WARM,
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": Argument(whole(1), required=True),
-        "warmup_min_ratio": argument(number(0, 1), 0.0),
-        "cos_min_ratio": argument(number(0, 1), 1e-4),
-        **_WARM,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": argument(_RATES, 1e-3),
-        "lr_range_test_step_size": argument(whole(1), 2000),
-        "lr_range_test_step_rate": argument(number(), 1.0),
-        "lr_range_test_staircase": argument(flag, False),
-        "last_batch_iteration": Argument(whole(-1)),
-    },
-    "OneCycle": {
-        "cycle_min_lr": Argument(_RATES, required=True),
-        "cycle_max_lr": Argument(_RATES, required=True),
-        "decay_lr_rate": argument(number(), 0.0),
-        "cycle_first_step_size": argument(whole(1), 2000),
-        "cycle_second_step_size": argument(optional(whole(1)), None),
-        "cycle_first_stair_count": argument(whole(), 0),
-        "cycle_second_stair_count": argument(optional(whole()), None),
-        "decay_step_size": argument(whole(), 0),
-        "cycle_momentum": argument(flag, True),
-        "cycle_min_mom": argument(number(0, 1), 0.8),
-        "cycle_max_mom": argument(number(0, 1), 0.9),
-        "decay_mom_rate": argument(number(), 0.0),
-        "last_batch_iteration": Argument(whole(-1)),
-    },
-}
-TORCH_SCHEDULERS = (
-    "ConstantLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmRestarts",
-    "CyclicLR",
-    "ExponentialLR",
-    "LinearLR",
-    "MultiStepLR",
-    "OneCycleLR",
-    "PolynomialLR",
-    "StepLR",
-)
-
-
-def read_scheduler(
-    section: SchedulerSection | None, total_steps: int | None, deferred: frozenset[str], ledger: Ledger
-) -> SchedulerConfig | None:
-    """The schedule to build, or None if the section names none. Faults become problems.
-
-    Args:
-        total_steps: optimizer steps of the whole run, for a schedule that is not told; None if not known.
-        deferred: paths whose value the program will fill in.
-    """
-    if section is None:
-        return None
-    name = _known(section.type, SCHEDULERS)
-    if name is None:
-        torch_name = _known(section.type, TORCH_SCHEDULERS)
-        if torch_name is None:
-            known = (*SCHEDULERS, *TORCH_SCHEDULERS)
-            ledger.problem("scheduler.type", _unknown("schedule", section.type, known))
-            return None
-        _tell_of_schedule(torch_name, section.params, section.params, ledger)
-        return SchedulerConfig(torch_name, dict(section.params))
-    known_arguments = SCHEDULERS[name]
-    params = read_arguments(section.type, section.params, known_arguments, "scheduler.params", ledger)
-    for argument_name, item in known_arguments.items():
-        path = f"scheduler.params.{argument_name}"
-        if not item.required or argument_name in section.params or path in deferred:
-            continue
-        if argument_name == "total_num_steps" and total_steps is not None:
-            params[argument_name] = total_steps
-            ledger.note(path, "assumed", "not given: the steps of the whole run", total_steps)
-        else:
-            ledger.problem(path, f"is missing: {section.type} cannot do without it")
-    _tell_of_warm_up(name, section, params, ledger)
-    _tell_of_schedule(name, params, section.params, ledger)
-    return SchedulerConfig(name, params)
-
-
-def _tell_of_arguments(path: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
+def tell_of_arguments(path: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
+    """A note for each argument: given, or a default."""
     for name, value in params.items():
         place = f"{path}.{name}"
         if ledger.has_note(place):
@@ -269,27 +170,13 @@ def _tell_of_arguments(path: str, params: dict[str, Any], given: dict[str, Any],
             ledger.note(place, "assumed", "not given: its default", value)
 
 
-def _tell_of_schedule(name: str, params: dict[str, Any], given: dict[str, Any], ledger: Ledger) -> None:
-    ledger.note("scheduler.type", "honoured", "the schedule; one given to initialize() goes first", name)
-    _tell_of_arguments("scheduler.params", params, given, ledger)
-
-
-def _tell_of_warm_up(name: str, section: SchedulerSection, params: dict[str, Any], ledger: Ledger) -> None:
-    path = "scheduler.params.warmup_max_lr"
-    if name == "WarmupLR" and "warmup_max_lr" not in section.params:
-        ledger.note(path, "assumed", "not given: the optimizer's learning rate")
-    if name == "WarmupDecayLR" and "warmup_max_lr" not in section.params:
-        ledger.note(path, "assumed", "not given: 0.001, which overrides the optimizer's learning rate", 1e-3)
-    if params.get("warmup_num_steps", 0) > params.get("total_num_steps", float("inf")):
-        text = "is more than total_num_steps: the rate falls to its end at once when the warm-up ends"
-        ledger.note("scheduler.params.warmup_num_steps", "honoured", text, params["warmup_num_steps"])
-
-
-def _known(name: str, names: Any) -> str | None:
+def known_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of these that `name` is, whatever its case."""
     return next((known for known in names if known.lower() == name.lower()), None)
 
 
-def _unknown(what: str, name: str, known: Any) -> str:
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """What to say of a type that there is not."""
     near = nearest(name, known) or next((item for item in known if name.lower().startswith(f"{item.lower()}_")), None)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
     return f"{name} is not a known {what}; {hint}"

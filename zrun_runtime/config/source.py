@@ -15,33 +15,33 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zrun_runtime.config.places import TOKEN, json_lines, yaml_lines
 from zrun_runtime.errors import ConfigError
 
 MAX_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 40
 
-_TOKEN = re.compile(
-    r'(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)|(?P<mark>[{}\[\],:])|(?P<space>\s+)'
-    r"|(?P<other>.)",
-    re.DOTALL,
-)
 _NAMED = re.compile(r"\{\{[^{}\n]*\}\}|\$?\{[^{}\n]*\}|[$A-Za-z_<][\w$<>.\-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "yes": "true", "no": "false"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """A config as the user gave it. origin names it in messages; folder is where relative paths in it start."""
+    """A config as the user gave it. origin names it in messages; folder is where relative paths in it start.
+
+    lines: of a file: the line that each key stands in, by its path.
+    """
 
     data: dict[str, Any]
     origin: str
     folder: Path | None
+    lines: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
@@ -62,8 +62,9 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         return Source(_top_level(parse_json(text, "base64 config"), "base64 config"), "base64 config", None)
     path = Path(name)
     text = _read_text(path)
-    parse = parse_yaml if path.suffix.lower() in (".yaml", ".yml") else parse_json
-    return Source(_top_level(parse(text, name), name), name, path.parent)
+    yaml_like = path.suffix.lower() in (".yaml", ".yml")
+    data = _top_level((parse_yaml if yaml_like else parse_json)(text, name), name)
+    return Source(data, name, path.parent, (yaml_lines if yaml_like else json_lines)(text))
 
 
 def _read_text(path: Path) -> str:
@@ -141,7 +142,7 @@ def _superfluous(text: str, origin: str) -> Iterator[tuple[int, int]]:
     keys: list[set[str]] = []  # of the objects around the current place; an array has an empty set
     comma: int | None = None  # the place of a comma that only space has followed
     string: re.Match[str] | None = None  # a text that only space has followed
-    for token in _TOKEN.finditer(text):
+    for token in TOKEN.finditer(text):
         kind = token.lastgroup
         if kind == "comment":
             yield token.span()

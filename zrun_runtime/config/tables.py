@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from zrun_runtime.config.arguments import Argument
 from zrun_runtime.config.keys import HONOURED, NO_EFFECT, KeyEffect, Section, effect_of, field_names, section_of
 from zrun_runtime.config.notes import shown
-from zrun_runtime.config.optimizers import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS
+from zrun_runtime.config.optimizers import OPTIMIZERS
+from zrun_runtime.config.schedulers import SCHEDULERS, TORCH_SCHEDULERS
 from zrun_runtime.config.schema import Document
 
 _WORDS = {HONOURED: "honoured", NO_EFFECT: "no effect here"}
@@ -24,8 +25,7 @@ def key_tables() -> str:
     lines += ["", "| optimizer | arguments and defaults |", "|---|---|"]
     lines += [f"| {name} | {_arguments(known)} |" for name, known in OPTIMIZERS.items()]
     lines += ["", "| schedule | arguments and defaults |", "|---|---|"]
-    lines += [f"| {name} | {_arguments(known)} |" for name, known in SCHEDULERS.items()]
-    lines += [f"| {', '.join(TORCH_SCHEDULERS)} | those of torch.optim.lr_scheduler |"]
+    lines += [f"| {name} | {_arguments(known)} |" for name, known in {**SCHEDULERS, **TORCH_SCHEDULERS}.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from zrun_runtime.config.migrate import modernise
 from zrun_runtime.config.notes import Ledger, Note
+from zrun_runtime.config.places import Places
 from zrun_runtime.config.source import read_source
 
 
@@ -21,7 +22,7 @@ def upgrade(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[st
         InvalidConfig: (a ConfigError) an old and a new spelling contradict each other.
     """
     found = read_source(source)
-    ledger = Ledger(found.origin)
+    ledger = Ledger(found.origin, Places(found.lines))
     data = modernise(found, ledger)
     ledger.raise_problems()
     return data, tuple(ledger.notes)

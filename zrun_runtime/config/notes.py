@@ -39,7 +39,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Problem:
-    """One reason to refuse a config. path: empty when the file as a whole is meant. line: None if nothing was written."""
+    """One reason to refuse a config. path: empty when the whole file is meant. line: None if it is not of a file."""
 
     path: str
     text: str

@@ -113,7 +113,11 @@ def train(rank: int, world: int, *, name: str, stage: int, recipe: Recipe) -> Tr
     """The case: train scenario `name` for the recipe's steps. Weights and gradients come back from rank 0 only."""
     scenario = SCENARIOS[name]()
     # Every rank begins with other weights: initialize() has to give all of them those of rank 0.
-    engine = make_engine(scenario, stage, recipe, seed=rank)
+    return follow(make_engine(scenario, stage, recipe, seed=rank), scenario, recipe, rank)
+
+
+def follow(engine: Any, scenario: Scenario, recipe: Recipe, rank: int) -> Trained:
+    """Drive an engine through a recipe."""
     run, result = EngineRun(engine), Trained()
     run.losses = result.losses
     for step in range(recipe.steps):

@@ -147,6 +147,8 @@ def launch(context: click.Context, command: tuple[str, ...], show_settings: bool
 
     Everything after SCRIPT belongs to SCRIPT. Without one, a built-in smoke job trains a tiny model.
     """
+    if command and not command[0]:
+        raise UsageError("the name of the script is empty", "is it a variable that is not set?")
     config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
     if show_settings:
         click.echo(settings_table(config, {name: _source(context, name) for name in options}))

@@ -115,7 +115,7 @@ class WorkerOutput(Event):
 
 @dataclass(frozen=True)
 class OutputDropped(Event):
-    """The console could not keep up: these lines are only in the file."""
+    """The console could not keep up: these lines are only in the file, or nowhere if `path` is empty."""
 
     kind: ClassVar[str] = "output_dropped"
     rank: int

@@ -143,7 +143,8 @@ def _check_slots(host: Host, slots: set[int], option: str) -> None:
     if missing:
         where = f" ({host.where})" if host.where else ""
         what = f"{option}: {host.name} has no slot {format_numbers(missing)}"
-        raise UsageError(what, f"{host.name} has {host.slots} slots{where}: {format_numbers(list(there)) or 'none'}")
+        count = "1 slot" if host.slots == 1 else f"{host.slots} slots"
+        raise UsageError(what, f"{host.name} has {count}{where}: {format_numbers(list(there)) or 'none'}")
 
 
 def _name_all(hosts: Sequence[Host]) -> str:

@@ -43,6 +43,7 @@ INSTEAD = {
     "log_level": "use -v for more",
     "quiet": "use --json or --plain",
     "config_file": "use --profile FILE for options of zrun; the training config goes behind the script",
+    "c": "for a line of Python: zrun --no_python python -c LINE",
     "use_deepspeed": "leave it out",
     "deepspeed_config": "it goes behind the script",
     "ds_config": "it goes behind the script",

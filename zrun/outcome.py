@@ -24,6 +24,7 @@ class HostState:
 
     spec: JobSpec
     log_dirs: dict[int, str] = field(default_factory=dict)  # by rank
+    pids: dict[int, int] = field(default_factory=dict)  # by rank
     exits: dict[int, WorkerExited] = field(default_factory=dict)  # by rank
     failed: AgentFailed | None = None
     done: AgentDone | None = None
@@ -42,6 +43,11 @@ class HostState:
         if self.done is not None:
             return self.done.log_dir
         return next((os.path.dirname(path) for path in self.log_dirs.values() if path), "")
+
+    def log_dir_of(self, rank: int) -> str:
+        """Where the files of one rank are; empty if they were removed, as there was nothing in them."""
+        removed = self.done is not None and not self.done.log_dir
+        return "" if removed else self.log_dirs.get(rank, "")
 
     @property
     def failures(self) -> list[WorkerExited]:
@@ -73,6 +79,7 @@ class Outcome:
         host = self.hosts[node_rank]
         if isinstance(event, WorkerStarted):
             host.log_dirs[event.rank] = event.log_dir
+            host.pids[event.rank] = event.pid
         elif isinstance(event, WorkerExited):
             host.exits[event.rank] = event
         elif isinstance(event, AgentFailed):
@@ -123,7 +130,7 @@ class Outcome:
         if host is None:
             return None
         if self._silent_seconds is not None:
-            exits = [(h.spec.host, e, h.log_dirs.get(e.rank, "")) for h in self.hosts for e in h.exits.values()]
+            exits = [(h.spec.host, e, h.log_dir_of(e.rank)) for h in self.hosts for e in h.exits.values()]
             return stall_report(self._silent_seconds, exits)
         if host.failures:
             return self._worker_report(*self._earliest())
@@ -152,7 +159,7 @@ class Outcome:
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode
         name = _signal_name(-code) if code < 0 else ""
-        how = f"was killed by {name}" if name else f"exited with code {code}"
+        how = f"(pid {host.pids.get(event.rank, '?')}) was killed by {name}" if name else f"exited with code {code}"
         alike = self._alike(event)
         return FailureReport(
             message=f"rank {event.rank} on {host.spec.host} {how}",
@@ -165,7 +172,7 @@ class Outcome:
             same_count=len(alike),
             others_stopped=self._others_stopped(alike),
             hint=event.hint,
-            log_path=host.log_dirs.get(event.rank, ""),
+            log_path=host.log_dir_of(event.rank),
         )
 
     def _alike(self, event: WorkerExited) -> set[int]:

@@ -281,6 +281,8 @@ def check_script(path: str, name: str) -> None:
         if not os.path.exists(os.path.join(path, "__main__.py")):
             raise UsageError(f"{name} is a directory without a __main__.py, not a script")
         return
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a device
+        raise UsageError(f"{name} is not a file that every worker could read", "save it, and name that file")
     try:
         with open(path, "rb") as file:
             begin = file.read(4096)
@@ -296,6 +298,8 @@ def check_script(path: str, name: str) -> None:
 
 
 def _missing_hint(path: str, name: str) -> str:
+    if name == "-":
+        return "it has to be a file: workers read nothing from here"
     if name.startswith("-"):
         return "options of zrun come before the script"
     if "/" not in name and "." in name and not name.endswith(".py"):

@@ -53,6 +53,11 @@ class SpoolFile:
         """Nothing was ever written."""
         return self._size == 0
 
+    @property
+    def takes(self) -> bool:
+        """It still keeps what is written."""
+        return self._fd is not None
+
     def close(self) -> None:
         """Lets go of the file; later writes do nothing."""
         if self._fd is not None:

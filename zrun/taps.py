@@ -117,7 +117,8 @@ class OutputTap(Tap):
 
     def _say_dropped(self, outbox: Outbox) -> None:
         if self._dropped:
-            outbox.put(OutputDropped(self.rank, self.stream, self._dropped, self._spool.path))
+            where = self._spool.path if self._spool.takes else ""
+            outbox.put(OutputDropped(self.rank, self.stream, self._dropped, where))
             self._dropped = 0
 
     def _at_end(self, outbox: Outbox) -> int:

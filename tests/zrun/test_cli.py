@@ -133,6 +133,7 @@ def test_wrong_lines(refuse, words, said):
         (["--enable_each_rank_log=logs", "x"], "--log_dir"),
         (["--num-processes", "2", "x"], "--num_gpus"),
         (["--gpu_ids", "0", "x"], "--include"),
+        (["-c", "print(1)"], "--no_python python -c"),
     ],
 )
 def test_options_of_other_launchers(refuse, words, instead):

@@ -130,6 +130,8 @@ def test_the_same_notice_of_many_ranks_is_said_once():
 def test_dropped_lines_say_where_they_are():
     dropped = events.OutputDropped(1, "stdout", 123, "/logs/rank-1/stdout")
     assert printed("plain", dropped) == ["zrun: 123 lines of rank 1 came too fast to show: /logs/rank-1/stdout"]
+    lost = events.OutputDropped(1, "stdout", 1, "")
+    assert printed("plain", lost) == ["zrun: 1 line of rank 1 came too fast to show: no file could take them"]
 
 
 def test_the_life_of_workers_is_told_on_request():

@@ -52,6 +52,13 @@ def test_exit_codes(code, exit_code, name):
     assert (outcome.exit_code, report.exit_code, report.signal_name) == (exit_code, exit_code, name)
     assert (report.rank, report.host, report.others_stopped, report.hint) == (0, "a", 3, "h")
     assert report.log_path == "/logs/rank-0"
+    assert ("rank 0 on a (pid 100) was killed by" in report.message) == bool(name)
+
+
+def test_no_directory_is_named_that_is_gone():
+    outcome = outcome_of(exited(0, 3), *(exited(r, -15, stopped=True) for r in (1, 2, 3)))
+    outcome.take(0, AgentDone(""))  # nothing was in its files, so they were removed
+    assert outcome.report().log_path == ""
 
 
 def test_the_earliest_failure_decides_whichever_host_was_heard_first():

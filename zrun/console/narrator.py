@@ -128,7 +128,8 @@ class Narrator:
             self._notice(host, event)
         elif isinstance(event, events.OutputDropped):
             lines = figures.count(event.lines, "line")
-            self._say("detail", f"{lines} of {self.names.of(host, event.rank)} came too fast to show: {event.path}")
+            where = event.path or "no file could take them"
+            self._say("detail", f"{lines} of {self.names.of(host, event.rank)} came too fast to show: {where}")
         else:
             self._life(host, event)
 

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from zrun_runtime import checkpointing, zero
 from zrun_runtime.build import build_engine
-from zrun_runtime.distributed import init_distributed
+from zrun_runtime.call import compare_batch_sizes, config_source, refuse_model_parallelism
+from zrun_runtime.distributed import current_world, init_distributed
 from zrun_runtime.early import not_building
 from zrun_runtime.engine import Engine
 from zrun_runtime.errors import (
@@ -62,13 +63,14 @@ def initialize(
     """Wrap a model as a config says. The parameters and their order are those of `deepspeed.initialize`.
 
     Args:
-        args: an object whose `deepspeed_config` names the config, if `config` does not.
+        args: an object whose `deepspeed_config` names the config, if `config` does not name the same.
         model: the same on every rank; rank 0's values are taken.
         optimizer: a torch optimizer, or a function that makes one of parameters. Beats the config's.
         model_parameters: parameters or optimizer group dicts to train; default: all that require gradients.
         training_data: a dataset, for which a loader of this rank's micro-batches is returned.
         lr_scheduler: a scheduler, or a function that makes one of the optimizer. Beats the config's.
         collate_fn: for that loader.
+        mpu, mesh_param: taken if they say that every rank has the whole model.
         config: a path, dict, YAML file or base64 string. `config_params` is its older name.
 
     Returns:
@@ -80,26 +82,15 @@ def initialize(
         ParameterError: a parameter cannot be sharded.
     """
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    source = _config_source(args, config if config is not None else config_params)
+    world = current_world()
+    source = config_source(args, config if config is not None else config_params)
     if model is None:
         raise EngineError("initialize: no model was given")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError(
-            "initialize: mpu and mesh_param describe model parallelism, which is not supported",
-            "leave them out: every rank is a data-parallel rank",
-        )
+    refuse_model_parallelism(mpu, mesh_param, world.size)
     with not_building():
         engine = build_engine(model, optimizer, model_parameters, lr_scheduler, source)
     zero.remember(engine)
+    if world.rank == 0:
+        compare_batch_sizes(args, engine.settings)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _config_source(args: Any, config: Any) -> Any:
-    """The one config that was given, wherever it was given."""
-    named = getattr(args, "deepspeed_config", None)
-    if config is not None and named is not None:
-        raise ConfigError("initialize: both `config` and args.deepspeed_config are given", "give one of them")
-    if config is None and named is None:
-        raise ConfigError("initialize: no config was given", 'pass config="ds.json", or a dict')
-    return config if config is not None else named

@@ -166,7 +166,7 @@ class EngineAnswers(nn.Module):
 
     def dynamic_loss_scale(self) -> bool:
         """The loss scale adapts."""
-        return self.fp16_enabled() and self.settings.fp16.loss_scale == 0
+        return self.settings.scales_loss and self.settings.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
         """The loss scale before the first step."""

@@ -12,15 +12,14 @@ from zrun_runtime import checkpointing
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.distributed import World, current_world, first_world_size
-from zrun_runtime.early import early_shard, recast_early
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
 from zrun_runtime.leaves import leaves_of
 from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
+from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.schedules import build_scheduler
-from zrun_runtime.sharded_parameter import ShardedParameter, take_values
 from zrun_runtime.telemetry import notice
 from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
@@ -41,7 +40,7 @@ def build_engine(
     if "activation_checkpointing" in config.raw:
         checkpointing.configure(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
     policy = DtypePolicy.from_config(config)
-    _place(model, world, policy.param_dtype)
+    place(model, world, policy, config)
     if optimizer is not None and config.optimizer is not None and world.rank == 0:
         notice("warning", f"optimizer.type {config.optimizer.type}: not used, as initialize() was given an optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -59,6 +58,7 @@ def build_engine(
 def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> AutoHints:
     """What "auto" in a config can be resolved from."""
     shape = getattr(model, "config", None)
+    shape = getattr(shape, "text_config", None) or shape  # of models that see and hear, too
     width = getattr(shape, "hidden_size", None) or max(getattr(shape, "hidden_sizes", None) or [0]) or None
     rates = [g["lr"] for g in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
     return AutoHints(
@@ -70,22 +70,6 @@ def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> Aut
         bf16_supported=world.device.type == "cpu" or torch.cuda.is_bf16_supported(),
         learning_rate=float(rates[0]) if rates else None,
     )
-
-
-def _place(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
-    """Onto the device; floating-point parameters in the configured dtype, buffers in their own."""
-    sharded = any(type(p) is ShardedParameter for p in model.parameters())  # those are on the device, in slices
-    if not sharded:
-        model.to(world.device)
-    for parameter in model.parameters():
-        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        if early_shard(parameter) is not None:
-            recast_early(parameter, wanted)
-        elif parameter.dtype is not wanted or (sharded and parameter.device != world.device):
-            parameter.data = take_values(parameter).to(world.device, wanted)
-    for module in model.modules() if sharded else ():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(world.device) if buffer is not None else None
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -112,11 +96,18 @@ def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSett
     zero = config.zero
     return ZeroSettings(
         plan=StatePlan.of_stage(zero.stage),
-        grouping=GroupingPolicy(zero.reduce_bucket_size, zero.param_persistence_threshold),
+        grouping=GroupingPolicy(
+            zero.reduce_bucket_size, zero.param_persistence_threshold, zero.model_persistence_threshold
+        ),
         prefetch_numel=zero.prefetch_bucket_size,
         live_numel=zero.max_live_parameters,
         wire_dtype=policy.reduce_dtype,
-        window=Window(config.accumulation_steps, policy.accum_dtype, config.managed_gradient_accumulation),
+        window=Window(
+            config.accumulation_steps,
+            policy.accum_dtype,
+            config.managed_gradient_accumulation,
+            sums=config.gradient_allreduce_op == "sum",
+        ),
         clip=config.gradient_clipping,
         leaves=leaves_of(model, zero.leaf_module),
     )

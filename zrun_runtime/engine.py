@@ -58,7 +58,7 @@ class Engine(EngineState):
         self.settings = config
         self.collectives = collectives
         self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if _scales(config) else None
+        self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if config.scales_loss else None
         self.progress = Progress(collectives.world, config.steps_per_print)
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
@@ -325,10 +325,6 @@ class Engine(EngineState):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise EngineError("an Engine cannot be copied", "copy engine.module, or build a second engine")
-
-
-def _scales(config: Config) -> bool:
-    return config.precision == "fp16"
 
 
 def _describe(value: Any) -> str:

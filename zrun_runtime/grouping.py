@@ -52,7 +52,8 @@ class GroupingPolicy:
     """How large groups may be, in elements, as the config and the model's size allow."""
 
     bucket_numel: int
-    keep_full_numel: int
+    keep_full_numel: int  # of one group that stays full
+    keep_full_total: int  # of all that do
 
 
 def manageable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -157,7 +158,7 @@ def specs_of_units(units: Sequence[Unit], optimizer_groups: dict[int, int], poli
 def _keep_small_ones(specs: list[GroupSpec], policy: GroupingPolicy) -> list[GroupSpec]:
     """Mark the smallest groups as always full, up to a small share of the model."""
     numels = {id(spec): sum(p.numel() for p in spec.parameters) for spec in specs}
-    left = int(_KEEP_FULL_SHARE * sum(numels.values()))
+    left = min(int(_KEEP_FULL_SHARE * sum(numels.values())), policy.keep_full_total)
     kept = set()
     for spec in sorted(specs, key=lambda s: numels[id(s)]):
         left -= numels[id(spec)]

@@ -24,11 +24,13 @@ class DtypePolicy:
     param_dtype: floating point parameters are cast to it; None leaves them as they are (fp32 training).
     reduce_dtype: gradients are reduced in it; None is each gradient's own type.
     accum_dtype: gradients are added up in it between the micro-batches of a step; None is each gradient's own type.
+    buffer_dtype: floating point buffers are cast to it; None leaves them as they are.
     """
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     accum_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None = None
 
     @classmethod
     def from_config(cls, config: Config) -> DtypePolicy:
@@ -37,12 +39,16 @@ class DtypePolicy:
         accum = config.grad_accum_dtype
         if accum is None and (config.accumulation_steps > 1 or not config.managed_gradient_accumulation):
             accum = "fp32"
-        reduce = config.communication_data_type
         return cls(
             param_dtype=None if config.precision == "fp32" else DTYPES[config.precision],
-            reduce_dtype=None if reduce is None else DTYPES[reduce],
-            accum_dtype=None if accum is None else DTYPES[accum],
+            reduce_dtype=_dtype(config.communication_data_type),
+            accum_dtype=_dtype(accum),
+            buffer_dtype=_dtype(config.buffer_dtype),
         )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
 
 
 @dataclass(frozen=True)

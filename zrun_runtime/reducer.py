@@ -2,9 +2,9 @@
 
 [Note: the life of a gradient]
 A post-accumulate hook copies each gradient into its group's flat buffer, divided by the world size (so that sums over
-ranks are means), and drops `p.grad`. When the last one of a group is there the group is ready. Ready groups are reduced
-strictly in one order, the same on all ranks, so ranks that use different parameters still agree; a group that is not
-ready by the end of the backward is completed with zeros and reduced then.
+ranks are means; not where sums are wanted), and drops `p.grad`. When the last one of a group is there the group is
+ready. Ready groups are reduced strictly in one order, the same on all ranks, so ranks that use different parameters
+still agree; a group that is not ready by the end of the backward is completed with zeros and reduced then.
 
 Where parameters come and go, the backward itself gathers, and a rank that waits for a reduction must not be waited for
 in a gather. So there a group is reduced when the backward of its unit ends, complete or not: at the same place among
@@ -116,7 +116,7 @@ class GradReducer:
         return self.window.ends_with_this_backward
 
     def _write(self, grads: GroupGrads, index: int, grad: Tensor, weight: float) -> None:
-        group, share = grads.group, weight / self.collectives.world.size
+        group, share = grads.group, weight if self.window.sums else weight / self.collectives.world.size
         if grad.layout is not torch.strided:
             raise ParameterError(
                 f"{group.spec.names[index]}: its gradient is sparse, and a flat shard has no place for that",

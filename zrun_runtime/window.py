@@ -21,6 +21,7 @@ class Window:
     steps: micro-batches of an update. done: how many of them `Engine.step` has counted.
     dtype: gradients are added up in it; None is each parameter's own.
     managed: False makes every step an update, however many backwards came before it.
+    sums: a gradient is the sum over ranks, not their mean.
     forced: what a caller said about the backward that runs now, or the next: whether it is the last. None: count.
     held: backwards keep their gradients to themselves, until one runs that does not.
     driven: our own `Engine.backward` runs the backward.
@@ -31,6 +32,7 @@ class Window:
     steps: int = 1
     dtype: torch.dtype | None = None
     managed: bool = True
+    sums: bool = False
     forced: bool | None = None
     done: int = 0
     held: bool = False

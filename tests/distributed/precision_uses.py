@@ -13,7 +13,7 @@ from zrun_runtime.errors import ZeroRuntimeError
 
 from .compare import distance, flat
 from .engine_uses import loss_of, stack_engine
-from .scenario import WIDTH, Recipe, Spot, build
+from .scenario import CLASSES, WIDTH, Recipe, Spot, build
 from .training import digest, gathered, make_config, masters
 from .traps import Plain, _said
 
@@ -134,3 +134,106 @@ def empty_gradients(rank: int, world: int, *, stage: int, dtype: str) -> dict[st
         "norm": engine.get_global_grad_norm(),
         "skipped": engine.skipped_steps,
     }
+
+
+def kept_in_fp32(rank: int, world: int, *, stage: int, dtype: str) -> dict[str, Any]:
+    """Some modules stay fp32, built in zero.Init and not; buffers are cast; a name that is none is told."""
+    types = {"keep_in_fp32_modules": ["norm", "head"], "buffer_dtype": dtype}
+    config = {**make_config(stage, Recipe(), {"lr": 0.05}), dtype: {"enabled": True}, "data_types": types}
+    ends, found = [], {}
+    for early in (False, True):
+        torch.manual_seed(3)
+        with zrun_runtime.zero.Init(config_dict_or_path=config, enabled=early):
+            model = Careful()
+        engine = zrun_runtime.initialize(model=model, config=config)[0]
+        start = flat(masters(engine.module))
+        for step in range(3):
+            features, classes = Plain().batch(Spot(step, rank, 0))
+            loss = F.cross_entropy(engine(features.to(model.body.weight.dtype)), classes)
+            engine.backward(loss)
+            engine.step()
+        ends.append(flat(masters(engine.module)) - start)
+        found["types"] = {name: str(p.dtype) for name, p in model.named_parameters()}
+        found["buffers"] = [str(buffer.dtype) for buffer in model.buffers()]
+    found["far"] = distance(*ends)
+    config["data_types"] = {"keep_in_fp32_modules": ["norms"]}
+    found["said"] = _said(lambda: zrun_runtime.initialize(model=Careful(), config=config))
+    model = Careful()
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = ["head"], ["norm"]
+    config["data_types"] = {"keep_in_fp32_modules": "auto"}
+    zrun_runtime.initialize(model=model, config=config)
+    found["auto"] = {name for name, p in model.named_parameters() if p.dtype is torch.float32}
+    return found
+
+
+class Careful(torch.nn.Module):
+    """Normalises and classifies in fp32, whatever its body is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.head = torch.nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm((self.body(x) + self.shift).float()))
+
+
+def summed(rank: int, world: int, *, stage: int) -> dict[str, Any]:
+    """Gradients summed over ranks are world times the mean: in the norm, in the step, and after clipping."""
+    found = {}
+    for clip in (0.0, 0.3):
+        recipe = Recipe(accumulation=2, clip=clip)
+        one = stack_engine(stage, recipe)
+        other = stack_engine(stage, recipe, gradient_allreduce_op="sum")
+        start = flat(gathered(one.module))
+        for micro in range(2):
+            for engine in (one, other):
+                engine.backward(loss_of(engine, Spot(0, rank, micro)))
+                engine.step()
+        moved = [flat(gathered(engine.module)) - start for engine in (one, other)]
+        found[clip] = {
+            "norms": other.get_global_grad_norm() / one.get_global_grad_norm(),
+            "moved": distance(moved[1], moved[0] * (world if not clip else 1)),
+        }
+    return found
+
+
+def autocast_and_fp16(rank: int, world: int, *, stage: int) -> dict[str, Any]:
+    """fp16 under autocast has a loss scale: an overflow on one rank is skipped on all, and training goes on."""
+    engine = stack_engine(
+        stage, torch_autocast={"enabled": True, "dtype": "fp16"}, fp16={"initial_scale_power": 6, "hysteresis": 1}
+    )
+    scales, changed, before = [engine.loss_scale()], [], digest(gathered(engine.module))
+    outputs = set()
+    for step in range(3):
+        features, classes = Plain().batch(Spot(step, rank, 0))
+        output = engine(features)
+        outputs.add(str(output.dtype))
+        loss = F.cross_entropy(output.float(), classes)
+        engine.backward(loss * float("inf") if step == 1 and rank == world - 1 else loss)
+        engine.step()
+        after = digest(gathered(engine.module))
+        changed.append(after != before)
+        before = after
+        scales.append(engine.loss_scale())
+    plain = _said(lambda: F.cross_entropy(engine(features).float(), classes).backward())
+    return {
+        "scales": scales,
+        "changed": changed,
+        "outputs": outputs,
+        "weights": str(next(engine.module.parameters()).dtype),
+        "plain": plain,
+        "dynamic": engine.dynamic_loss_scale(),
+    }
+
+
+def autocast_over_sixteen_bits(rank: int, world: int, *, stage: int, dtype: str) -> dict[str, Any]:
+    """16-bit parameters under autocast take float inputs."""
+    engine = stack_engine(stage, dtype=dtype, torch_autocast={"enabled": True})
+    features, classes = Plain().batch(Spot(0, rank, 0))
+    output = engine(features)
+    engine.backward(F.cross_entropy(output.float(), classes))
+    engine.step()
+    return {"output": str(output.dtype), "weights": str(next(engine.module.parameters()).dtype)}

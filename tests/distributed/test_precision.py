@@ -124,3 +124,44 @@ def test_autocast_of_the_engine_is_that_of_torch(stage: int, world: Worlds) -> N
 def test_gradients_that_are_all_zero_change_nothing(stage: int, dtype: str, world: Worlds) -> None:
     for found in world(2).run(precision_uses.empty_gradients, stage=stage, dtype=dtype):
         assert found == {"same": True, "norm": 0.0, "skipped": 0}
+
+
+@pytest.mark.parametrize(("stage", "dtype"), ((0, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")))
+def test_modules_that_stay_in_fp32(stage: int, dtype: str, world: Worlds) -> None:
+    half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
+    for found in world(2).run(precision_uses.kept_in_fp32, stage=stage, dtype=dtype):
+        assert found["types"] == {
+            **dict.fromkeys(("body.weight", "body.bias"), half),
+            **dict.fromkeys(("norm.weight", "norm.bias", "head.weight", "head.bias"), "torch.float32"),
+        }
+        assert found["buffers"] == [half, "torch.int64"]
+        assert found["far"] == 0.0, "what zero.Init builds is not rounded first"
+        assert "the model has no module norms" in found["said"]
+        kept = {"norm.weight", "norm.bias"}
+        assert found["auto"] == (kept if dtype == "bf16" else kept | {"head.weight", "head.bias"})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_summed_over_ranks(stage: int, world: Worlds) -> None:
+    for found in world(2).run(precision_uses.summed, stage=stage):
+        for clip in (0.0, 0.3):
+            assert found[clip]["norms"] == pytest.approx(2.0, rel=1e-6)
+            assert found[clip]["moved"] < 1e-5, "what is clipped is as long either way"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp16_under_autocast_scales_the_loss(stage: int, world: Worlds) -> None:
+    for found in world(2).run(precision_uses.autocast_and_fp16, stage=stage):
+        assert found["scales"] == [64.0, 64.0, 32.0, 32.0]
+        assert found["changed"] == [True, False, True]
+        assert found["outputs"] == {"torch.float16"} and found["weights"] == "torch.float32"
+        assert "engine.scale(loss)" in found["plain"] and found["dynamic"]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), ((0, "fp16"), (2, "bf16"), (3, "bf16")))
+def test_autocast_over_sixteen_bit_parameters(stage: int, dtype: str, world: Worlds) -> None:
+    half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
+    assert (
+        world(2).run(precision_uses.autocast_over_sixteen_bits, stage=stage, dtype=dtype)
+        == [{"output": half, "weights": half}] * 2
+    )

@@ -77,3 +77,11 @@ def test_persistence_threshold_keeps_small_groups_and_saves_their_gathers(world:
     assert some["gathered"][0] < none["gathered"][0]
     assert some["gathered"][1] < none["gathered"][1]
     assert some["notes"]["stage3_param_persistence_threshold"][0] == "honoured"
+
+
+def test_model_persistence_threshold_bounds_what_stays_in_all(world: Worlds) -> None:
+    key = "stage3_model_persistence_threshold"
+    none, some = _run(world, 3, *[{key: size} for size in (0, 1e9)])
+    assert some["gathered"][0] < none["gathered"][0]
+    assert some["digest"] == none["digest"]
+    assert none["notes"][key][0] == "honoured"

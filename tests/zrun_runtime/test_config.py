@@ -8,6 +8,9 @@ from zrun_runtime.config import InvalidConfig, load_config, short_report, summar
 from zrun_runtime.config.keys import effect_of, field_names, section_of
 from zrun_runtime.config.schema import Document
 
+ON = {"enabled": True}
+TYPE = "torch_autocast.dtype"
+
 
 def problems(source, **options):
     """The problems of a config: path -> text."""
@@ -264,10 +267,7 @@ def test_the_short_names_of_stage_3_keys():
     [
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"amp": {"enabled": True}}, "amp.enabled"),
-        ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
-        ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
@@ -381,8 +381,39 @@ def test_a_short_report_for_the_start_of_a_run():
     assert "betas" not in lines[4]
 
 
-def test_autocast_and_sixteen_bit_parameters_exclude_each_other():
-    assert load_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}).autocast_dtype == "bf16"
+@pytest.mark.parametrize(
+    ("section", "dtype", "expected", "scales"),
+    [
+        ({}, "bfloat16", "bf16", False),
+        ({}, None, "bf16", False),
+        ({}, "fp16", "fp16", True),
+        ({"bf16": {"enabled": True}}, None, "bf16", False),
+        ({"bf16": {"enabled": True}}, "bf16", "bf16", False),
+        ({"fp16": {"enabled": True}}, None, "fp16", True),
+    ],
+)
+def test_autocast(section, dtype, expected, scales):
+    config = load_config({"torch_autocast": {"enabled": True, "dtype": dtype}, **section})
+    assert (config.autocast_dtype, config.scales_loss) == (expected, scales)
     assert load_config({}).autocast_dtype is None
-    with pytest.raises(InvalidConfig, match="choose one"):
-        load_config({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}})
+
+
+def test_autocast_that_makes_no_sense():
+    assert "make them the same" in problems({"torch_autocast": {"enabled": True, "dtype": "fp16"}, "bf16": ON})[TYPE]
+    assert "turn it off" in problems({"torch_autocast": {"enabled": True, "dtype": "fp32"}})[TYPE]
+
+
+def test_modules_that_stay_fp32():
+    assert load_config({}).keep_in_fp32_modules == ()
+    for value, expected in (("norm", ("norm",)), (["a", "b.c"], ("a", "b.c")), ("auto", "auto")):
+        found = load_config({"data_types": {"keep_in_fp32_modules": value}}).keep_in_fp32_modules
+        assert found == expected
+    assert "data_types.keep_in_fp32_modules" in problems({"data_types": {"keep_in_fp32_modules": [1]}})
+
+
+def test_what_only_the_run_can_tell_is_left_open():
+    source = {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    config = load_config(source, defer=True)
+    assert summary(config) == "ZeRO stage 0, precision auto, the program's optimizer; batch sizes auto"
+    assert not load_config(source).left_open
+    assert not load_config({**source, "bf16": ON, "train_batch_size": 8}, defer=True).left_open

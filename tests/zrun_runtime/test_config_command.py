@@ -73,6 +73,16 @@ def test_check_as_json(good, bad):
     ]
 
 
+def test_many_foreign_keys_are_one_line(tmp_path):
+    path = tmp_path / "megatron.json"
+    path.write_text('{"num-layers": 2, "hidden-size": 8, "max_grad_norm": 1}')
+    lines = run("check", path).output.splitlines()[1:]
+    assert lines == [
+        "  warning: max_grad_norm: not a key of this config, not read; clipping is gradient_clipping",
+        "  warning: not keys of this config, not read: num-layers, hidden-size",
+    ]
+
+
 def test_a_syntax_error_has_its_place_and_advice(tmp_path):
     path = tmp_path / "template.json"
     path.write_text('{\n  "train_batch_size": BATCH\n}')

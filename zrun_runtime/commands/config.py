@@ -19,6 +19,7 @@ from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_confi
 from zrun_runtime.config.json_schema import json_schema
 from zrun_runtime.config.notes import shown
 from zrun_runtime.config.tables import key_tables
+from zrun_runtime.config.unknown import NOT_KNOWN
 from zrun_runtime.config.upgrade import upgrade as upgraded
 from zrun_runtime.errors import ConfigError
 
@@ -123,9 +124,11 @@ class _Answer:
     def lines(self) -> Iterable[str]:
         if self.config is not None:
             yield f"{self.name}: accepted: {summary(self.config)}"
-            for note in self.config.notes:
-                if note.kind == "unknown":
-                    yield f"  warning: {note.path}: {note.text}"
+            unknown = [note for note in self.config.notes if note.kind == "unknown"]
+            told = [note for note in unknown if len(unknown) == 1 or note.text != NOT_KNOWN]
+            yield from (f"  warning: {note.path}: {note.text}" for note in told)
+            if rest := [note.path for note in unknown if note not in told]:
+                yield f"  warning: not keys of this config, not read: {', '.join(rest)}"
             return
         yield f"{self.name}: refused"
         for problem in self.problems:

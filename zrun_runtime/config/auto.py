@@ -23,6 +23,7 @@ _SIZES = {
     "stage3_prefetch_bucket_size": lambda hidden: hidden * hidden * 9 // 10,
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
+_WORDS = ("data_types.keep_in_fp32_modules",)  # where "auto" is a value like any other
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _NEEDED = {
     "optimizer.type": "name one, such as AdamW",
@@ -48,9 +49,7 @@ def resolve_auto(data: dict[str, Any], hints: AutoHints, ledger: Ledger) -> list
             del section[name]  # the batch trio says what it takes
         elif path in ("fp16.enabled", "bf16.enabled"):
             section[name] = path.startswith(precision)
-            ledger.note(
-                path, "assumed", f"auto: parameters are {precision} on {hints.device or 'this device'}", section[name]
-            )
+            _tell_of_precision(path, section[name], precision, hints, ledger)
         elif path.startswith("zero_optimization.") and name in _SIZES:
             _size(section, name, path, hints, ledger)
         elif path == "optimizer.params.lr" and hints.learning_rate is not None:
@@ -74,6 +73,18 @@ def resolve_auto(data: dict[str, Any], hints: AutoHints, ledger: Ledger) -> list
     return unresolved
 
 
+def open_questions(data: dict[str, Any], hints: AutoHints) -> frozenset[str]:
+    """What "auto" stands for that nothing known here decides, while a default is not an answer: precision, batch."""
+    autos = {path for _, _, path in _autos(data, "")}
+    found = set()
+    if hints.device is None and autos & {"fp16.enabled", "bf16.enabled"} and not _settled(data):
+        found.add("precision")
+    sizes = [data.get(name, AUTO) for name in _BATCH[:2]]
+    if sizes == [AUTO, AUTO] and autos & set(_BATCH) and hints.micro_batch is None:
+        found.add("batch")
+    return frozenset(found)
+
+
 def refuse_auto(paths: list[str], ledger: Ledger) -> None:
     """One problem for each path that stays "auto"."""
     for path in paths:
@@ -91,7 +102,7 @@ def _autos(section: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any],
         place = f"{path}.{name}".lstrip(".")
         if isinstance(value, dict):
             yield from _autos(value, place)
-        elif value == AUTO:
+        elif value == AUTO and place not in _WORDS:
             yield section, name, place
 
 
@@ -101,13 +112,25 @@ def choose_precision(data: dict[str, Any], hints: AutoHints) -> str:
     bf16 wherever the device computes in it; else fp16 on a GPU.
     """
     wanted = {name for name in ("fp16", "bf16") if _enabled(data, name) == AUTO}
-    settled = [name for name in ("fp16", "bf16") if _enabled(data, name) is True]
+    settled = _settled(data)
     if settled:
         return settled[0]
     able = hints.bf16_supported if hints.bf16_supported is not None else hints.device == "cuda"
     if "bf16" in wanted and able:
         return "bf16"
     return "fp16" if "fp16" in wanted and hints.device == "cuda" else "fp32"
+
+
+def _settled(data: dict[str, Any]) -> list[str]:
+    return [name for name in ("fp16", "bf16") if _enabled(data, name) is True]
+
+
+def _tell_of_precision(path: str, on: bool, precision: str, hints: AutoHints, ledger: Ledger) -> None:
+    if hints.device is None:
+        text = "auto: the device of the run decides: bf16 where it is on auto and the device has it, else fp16 on a GPU"
+        ledger.note(path, "assumed", text)
+    else:
+        ledger.note(path, "assumed", f"auto: parameters are {precision} on {hints.device}", on)
 
 
 def _enabled(data: dict[str, Any], name: str) -> Any:

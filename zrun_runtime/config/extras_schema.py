@@ -130,12 +130,11 @@ class AmpConfig(OpenConfig):
 
 
 class TorchAutocastConfig(Section):
-    enabled: bool = key(False, HONOURED, "the forward runs under torch.autocast; parameters stay fp32")
+    enabled: bool = key(
+        False, HONOURED, "the forward runs under torch.autocast; parameters are fp32, or what fp16 or bf16 says"
+    )
     dtype: DtypeName | None = key(
-        None,
-        UNSUPPORTED,
-        'autocast to it is not supported: bf16 is, and "fp16" has a loss scale of its own',
-        harmless=("bf16",),
+        None, HONOURED, "bf16, or fp16, which scales the loss as the section fp16 says; without it as the parameters"
     )
     lower_precision_safe_modules: Any = key(None, NO_EFFECT, "gradients travel as communication_data_type says")
 

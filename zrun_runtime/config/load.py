@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from zrun_runtime.config.auto import defer_auto, refuse_auto, resolve_auto
+from zrun_runtime.config.auto import defer_auto, open_questions, refuse_auto, resolve_auto
 from zrun_runtime.config.batch import BatchSizes, resolve_batch
 from zrun_runtime.config.effects import report
 from zrun_runtime.config.hints import AutoHints
@@ -15,10 +16,10 @@ from zrun_runtime.config.notes import Ledger
 from zrun_runtime.config.optimizers import read_optimizer
 from zrun_runtime.config.places import Places
 from zrun_runtime.config.resolved import Config
-from zrun_runtime.config.rules import check_rules, precision_of
+from zrun_runtime.config.rules import autocast_dtype_of, check_rules, precision_of
 from zrun_runtime.config.schedulers import read_scheduler
 from zrun_runtime.config.schema import Document
-from zrun_runtime.config.source import read_source
+from zrun_runtime.config.source import Source, read_source
 from zrun_runtime.config.unknown import drop_unknown
 from zrun_runtime.config.validate import validate
 
@@ -49,6 +50,7 @@ def load_config(
     ledger = Ledger(found.origin, Places(found.lines))
     data = modernise(found, ledger)
     drop_unknown(data, strict, ledger)
+    left_open = open_questions(data, hints) if defer else frozenset()
     unresolved = resolve_auto(data, hints, ledger)
     (defer_auto if defer else refuse_auto)(unresolved, ledger)
     document = validate(data, ledger)
@@ -58,6 +60,12 @@ def load_config(
     optimizer = read_optimizer(document.optimizer, ledger)
     scheduler = read_scheduler(document.scheduler, hints.total_steps, frozenset(unresolved), ledger)
     ledger.raise_problems()
+    config = _config(document, batch, found, ledger)
+    return replace(config, optimizer=optimizer, scheduler=scheduler, left_open=left_open)
+
+
+def _config(document: Document, batch: BatchSizes, found: Source, ledger: Ledger) -> Config:
+    """The settings of a document in which nothing is wrong, without optimizer and scheduler."""
     return Config(
         world_size=batch.world_size,
         train_batch_size=batch.total,
@@ -71,10 +79,12 @@ def load_config(
         fp16=document.fp16,
         bf16=document.bf16,
         grad_accum_dtype=document.data_types.grad_accum_dtype,
-        autocast_dtype="bf16" if document.torch_autocast.enabled else None,
+        autocast_dtype=autocast_dtype_of(document),
+        buffer_dtype=document.data_types.buffer_dtype,
+        keep_in_fp32_modules=document.data_types.keep_in_fp32_modules or (),
         communication_data_type=document.communication_data_type,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        optimizer=None,
+        scheduler=None,
         activation_checkpointing=document.activation_checkpointing,
         prescale_gradients=document.prescale_gradients,
         gradient_predivide_factor=document.gradient_predivide_factor,

@@ -45,7 +45,9 @@ class Config:
     fp16: Fp16Config
     bf16: Bf16Config
     grad_accum_dtype: str | None  # fp32, bf16, fp16; None: fp32 where accumulation is above 1
-    autocast_dtype: str | None  # the forward runs under torch.autocast of it: bf16; None: it does not
+    autocast_dtype: str | None  # the forward runs under torch.autocast of it: bf16, fp16; None: it does not
+    buffer_dtype: str | None  # of floating-point buffers: fp32, bf16, fp16; None: their own
+    keep_in_fp32_modules: tuple[str, ...] | Literal["auto"]  # names of modules whose parameters stay fp32
     communication_data_type: str | None  # fp32, bf16, fp16; None: the type of the gradients
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
@@ -58,3 +60,9 @@ class Config:
     raw: dict[str, Any]  # what the user gave, as JSON types
     notes: tuple[Note, ...]  # the effect report
     origin: str  # where it came from, for messages
+    left_open: frozenset[str] = frozenset()  # precision, batch: "auto" where only the program's run can tell
+
+    @property
+    def scales_loss(self) -> bool:
+        """Gradients are computed in fp16 somewhere, so the loss is scaled."""
+        return "fp16" in (self.precision, self.autocast_dtype)

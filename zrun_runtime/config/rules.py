@@ -17,6 +17,14 @@ def precision_of(document: Document) -> Precision:
     return "fp16" if document.fp16.enabled else "fp32"
 
 
+def autocast_dtype_of(document: Document) -> str | None:
+    """What the forward runs under torch.autocast of; None if it does not."""
+    if not document.torch_autocast.enabled:
+        return None
+    precision = precision_of(document)
+    return document.torch_autocast.dtype or ("bf16" if precision == "fp32" else precision)
+
+
 def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> None:
     """Add a problem for each contradiction between keys, a note for each default one may not expect.
 
@@ -28,8 +36,11 @@ def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> Non
     precision, wanted = precision_of(document), document.data_types.param_dtype
     if wanted is not None and wanted != precision:
         ledger.problem("data_types.param_dtype", f"is {wanted}, but fp16 and bf16 make the parameters {precision}")
-    if document.torch_autocast.enabled and precision != "fp32":
-        ledger.problem("torch_autocast.enabled", f"keeps parameters in fp32, but {precision}.enabled is on: choose one")
+    cast = autocast_dtype_of(document)
+    if cast == "fp32":
+        ledger.problem("torch_autocast.dtype", "fp32 is what runs without it: use bf16 or fp16, or turn it off")
+    elif cast is not None and precision not in ("fp32", cast):
+        ledger.problem("torch_autocast.dtype", f"is {cast}, but {precision}.enabled is on: make them the same")
     zero = document.zero_optimization
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if offload.device == "nvme" and not offload.nvme_path:

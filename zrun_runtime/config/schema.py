@@ -64,13 +64,25 @@ class Bf16Config(Section):
     min_loss_scale: Any = key(None, NO_EFFECT, "bf16 needs no loss scale")
 
 
+KeptModules = Annotated[
+    Literal["auto"] | tuple[str, ...] | None,
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "auto" else value),
+]
+
+
 class DataTypesConfig(Section):
     grad_accum_dtype: DtypeName | None = key(
         None, HONOURED, "gradients are added up in this; without it in fp32 where accumulation is above 1"
     )
     param_dtype: DtypeName | None = key(None, HONOURED, "must be what fp16 or bf16 says")
-    buffer_dtype: DtypeName | None = key(None, UNSUPPORTED, "not supported yet: cast buffers in the model")
-    keep_in_fp32_modules: Any = key(None, UNSUPPORTED, "not supported yet: keep these modules in fp32 in the model")
+    buffer_dtype: DtypeName | None = key(
+        None, HONOURED, "floating-point buffers are cast to it; without it they keep their own type"
+    )
+    keep_in_fp32_modules: KeptModules = key(
+        None,
+        HONOURED,
+        'parameters of modules whose path has one of these names stay fp32; "auto": what a model of transformers names',
+    )
 
 
 class OptimizerSection(Section):
@@ -111,7 +123,7 @@ class Document(Section):
         "a gradient with a larger L2 norm over the whole model is scaled down to it; 0 turns it off",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = key(
-        "mean", UNSUPPORTED, "not supported yet: multiply the loss by the world size instead"
+        "mean", HONOURED, "a gradient is the mean over ranks, or their sum, which clipping and the norm then see"
     )
     prescale_gradients: bool = key(False, NO_EFFECT, "gradients are divided once, where it loses nothing")
     gradient_predivide_factor: Positive = key(1.0, NO_EFFECT, "gradients are divided once, where it loses nothing")

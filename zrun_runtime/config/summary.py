@@ -17,10 +17,16 @@ _TOLD_APART = ("optimizer.params.", "scheduler.params.")  # defaults that nobody
 def summary(config: Config) -> str:
     """One line: what is trained how, and the batch sizes."""
     optimizer = config.optimizer.type if config.optimizer else "the program's optimizer"
-    return (
-        f"ZeRO stage {config.zero.stage}, {config.precision}, {optimizer}; batch {config.train_batch_size}"
-        f" = {config.micro_batch_size} x {config.accumulation_steps} accumulated x {config.world_size} rank(s)"
+    precision: str = "precision auto" if "precision" in config.left_open else config.precision
+    if config.autocast_dtype is not None:
+        precision += f" under autocast to {config.autocast_dtype}"
+    batch = (
+        f"batch {config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} accumulated"
+        f" x {config.world_size} rank(s)"
     )
+    if "batch" in config.left_open:
+        batch = "batch sizes auto"
+    return f"ZeRO stage {config.zero.stage}, {precision}, {optimizer}; {batch}"
 
 
 def short_report(config: Config) -> list[str]:

@@ -10,6 +10,7 @@ from zrun_runtime.config.notes import Ledger
 from zrun_runtime.config.schema import Document
 from zrun_runtime.config.zero_schema import ZeroConfig
 
+NOT_KNOWN = "not a key of this config, not read"
 _MEANT = {
     "max_grad_norm": "clipping is gradient_clipping",
     "learning_rate": "it is optimizer.params.lr",
@@ -47,7 +48,7 @@ def _drop(data: dict[str, Any], kind: type[Section], path: str, strict: bool, le
         elif strict:
             ledger.problem(place, f"unknown key{_meant(name, path)}")
         else:
-            ledger.note(place, "unknown", f"not a key of this config, not read{_meant(name, path)}", value)
+            ledger.note(place, "unknown", f"{NOT_KNOWN}{_meant(name, path)}", value)
 
 
 def _meant(name: str, path: str) -> str:

@@ -30,7 +30,14 @@ def _as_names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_names)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lambda value: "none" if value is None else value)]
 
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(as_whole)]
+
+def _as_stage(value: Any) -> int:
+    if isinstance(value, list):
+        raise ValueError("must be 0, 1, 2 or 3 (a list is for trial runs, of which there are none here)")
+    return as_whole(value)
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_stage)]
 
 
 class OffloadParamConfig(Section):
@@ -111,8 +118,8 @@ class ZeroConfig(Section):
     )
     model_persistence_threshold: Size = key(
         LARGEST,
-        NO_EFFECT,
-        f"{NOT_BUILT}: stage3_param_persistence_threshold alone decides",
+        HONOURED,
+        "upper bound of what stays gathered in all, beside a hundredth of the model",
         alias="stage3_model_persistence_threshold",
         stages=(3,),
     )

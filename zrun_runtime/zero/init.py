@@ -74,4 +74,5 @@ class Init:
 
 
 def _dtype(config: Config) -> torch.dtype | None:
-    return DtypePolicy.from_config(config).param_dtype
+    """None where some modules keep fp32: only the whole model tells which, and what was cast is rounded."""
+    return None if config.keep_in_fp32_modules else DtypePolicy.from_config(config).param_dtype

@@ -1,0 +1,70 @@
+"""What the arguments of `initialize` say beside the model: where its config is, and that all ranks are data parallel."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from zrun_runtime.config import Config
+from zrun_runtime.errors import ConfigError
+from zrun_runtime.telemetry import notice
+
+_SIZES = {
+    "get_model_parallel_world_size": "model",
+    "get_tensor_model_parallel_world_size": "tensor",
+    "get_pipeline_model_parallel_world_size": "pipeline",
+    "get_pipe_parallel_world_size": "pipeline",
+    "get_sequence_parallel_world_size": "sequence",
+    "get_expert_model_parallel_world_size": "expert",
+}
+_BATCH = {
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "accumulation_steps",
+}
+
+
+def config_source(args: Any, config: Any) -> Any:
+    """The one config that was given, wherever it was given.
+
+    Raises:
+        ConfigError: there is none, or there are two.
+    """
+    named = getattr(args, "deepspeed_config", None)
+    if config is None and named is None:
+        raise ConfigError("initialize: no config was given", 'pass config="ds.json", or a dict')
+    if config is not None and named is not None and not _same_file(config, named):
+        raise ConfigError("initialize: both `config` and args.deepspeed_config are given", "give one of them")
+    return config if config is not None else named
+
+
+def _same_file(one: Any, other: Any) -> bool:
+    if not isinstance(one, (str, os.PathLike)) or not isinstance(other, (str, os.PathLike)):
+        return False
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def refuse_model_parallelism(mpu: Any, mesh_param: Any, world_size: int) -> None:
+    """Take an `mpu` or a mesh by which every rank has the whole model.
+
+    Raises:
+        ConfigError: they say otherwise.
+    """
+    advice = "every rank is a data-parallel rank here: leave it out, and use ZeRO 3 for a model that does not fit"
+    for name, kind in _SIZES.items():
+        size = getattr(mpu, name, lambda: 1)()
+        if size is not None and size > 1:
+            raise ConfigError(f"initialize: mpu has a {kind} parallel size of {size}, which is not supported", advice)
+    ranks = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
+    if ranks != world_size:
+        raise ConfigError(f"initialize: mpu has {ranks} data-parallel ranks of {world_size}", advice)
+    if mesh_param is not None and [size for size in tuple(mesh_param)[1:] if size != 1]:
+        raise ConfigError(f"initialize: mesh_param {tuple(mesh_param)} asks for sequence parallelism", advice)
+
+
+def compare_batch_sizes(args: Any, config: Config) -> None:
+    """Say so where the program's own arguments name another batch size than the config: the config counts."""
+    for name, setting in _BATCH.items():
+        said, counts = getattr(args, name, None), getattr(config, setting)
+        if isinstance(said, int) and not isinstance(said, bool) and said != counts:
+            notice("warning", f"args.{name} is {said}, but the config makes it {counts}, which is what counts")

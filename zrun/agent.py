@@ -21,11 +21,11 @@ import zrun
 from zrun import events
 from zrun.channel import Command, Inbox, Outbox
 from zrun.devices import usable_cores
-from zrun.errors import HostLostError, ProtocolError
+from zrun.errors import HostLostError, ProtocolError, UsageError
 from zrun.hints import count_oom_kills, hint_for
 from zrun.job import MAX_SPEC_BYTES, JobSpec
 from zrun.keeper import GIVE_UP_SECONDS, watch
-from zrun.outputs import last_traceback, last_words
+from zrun.outputs import last_traceback
 from zrun.processes import Ending, JobProcesses, Mark, adopt_orphans
 from zrun.spool import SpoolDirectory
 from zrun.taps import Tap, drain
@@ -70,6 +70,8 @@ class Agent:
             self._start_workers()
         except OSError as error:
             self._give_up(*_start_failure(error, self._spec, self._spools))
+        except UsageError as error:
+            self._give_up(f"cannot start the workers on {self._spec.host}: {error.message}", error.hint, 3)
         adopt_orphans()
         self._handle(self._inbox.read())  # what came along with the job
         while not self._is_over():
@@ -161,7 +163,7 @@ class Agent:
         if self._stopped:
             words = last_traceback(worker.stderr_tail)
         elif returncode:
-            words = last_words(worker.stderr_tail)
+            words = worker.last_words
             hint = hint_for(-returncode, self._oom_kills)
         at = worker.failed_at() if returncode else time.time()
         self._outbox.put(events.WorkerExited(worker.rank, returncode, self._stopped, at, words, hint))

@@ -15,6 +15,7 @@ import zrun
 from zrun.cluster_options import cluster_options
 from zrun.console import make_console
 from zrun.console.only import OnlyRanks, read_ranks
+from zrun.console.record import Recorded
 from zrun.errors import UsageError, ZrunError
 from zrun.foreign import instead_of
 from zrun.hosts import DEFAULT_HOSTFILE
@@ -103,7 +104,8 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     "--log_dir",
     default="",
     metavar="DIR",
-    help="Keep the output in DIR/rank-R/stdout and stderr. Default: a temporary directory, kept on failure.",
+    help="Keep the output in DIR/rank-R/stdout and stderr, and here all in merged.log, and events.jsonl. "
+    "Default: a temporary directory, kept on failure.",
 )
 @click.option("--show_ranks", default="", metavar="RANKS", help="Show only the output of these ranks: 0,3-5.")
 @click.option(
@@ -201,6 +203,8 @@ def run_job(config: LaunchConfig) -> int:
     console = make_console(mode, stream)
     if config.show_ranks:
         console = OnlyRanks(console, read_ranks(config.show_ranks, job.view.world_size))
+    if config.log_dir:
+        console = Recorded(console, os.path.join(cwd, config.log_dir))
     run = Run(job, config, os.environ, cwd)
     code = run.run(console)
     if run.console_stalled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import time
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from zrun.cores import bound
 from zrun.environment import worker_environment
 from zrun.job import JobSpec
+from zrun.outputs import last_traceback, last_words
 from zrun.spool import SpoolDirectory
 from zrun.taps import EventTap, OutputTap, Tap
 
 _SLOW_END_SECONDS = 30.0
 _PIPE_BYTES = 256 * 1024
+_ERROR_FILE_LIMIT = 1024 * 1024  # characters
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Worker:
     local_rank: int
     process: subprocess.Popen[bytes]
     taps: list[Tap]
+    error_file: str
     returncode: int | None = None
 
     @property
@@ -50,6 +54,14 @@ class Worker:
     def stderr_tail(self) -> str:
         """The end of its stderr."""
         return self._stderr.tail.decode("utf-8", "replace")
+
+    @property
+    def last_words(self) -> str:
+        """Why it failed, in its own words: its last traceback, also one that is only in its error file; else the end
+        of its stderr.
+        """
+        tail = self.stderr_tail
+        return last_traceback(tail) or _recorded(self.error_file) or last_words(tail)
 
     def failed_at(self) -> float:
         """When it failed, seconds since the epoch. Called when it has ended.
@@ -94,6 +106,8 @@ def _start(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[st
         ]
         for reader in (out, err):
             _enlarge(reader)
+        error_file = os.path.join(spools.rank_directory(rank), "error.json")
+        environment.setdefault("TORCHELASTIC_ERROR_FILE", error_file)  # torch's @record writes it
         environment["ZRUN_EVENT_FD"] = f"{said_write}:{os.fstat(said_write).st_ino}"
         process = subprocess.Popen(
             command,
@@ -112,7 +126,17 @@ def _start(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[st
     finally:
         for writer in (out_write, err_write, said_write):
             os.close(writer)
-    return Worker(rank, local_rank, process, taps)
+    return Worker(rank, local_rank, process, taps, error_file)
+
+
+def _recorded(path: str) -> str:
+    """The traceback in an error file as torch.distributed.elastic writes it; empty without one."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            message = json.loads(file.read(_ERROR_FILE_LIMIT))["message"]
+        return last_traceback(message["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
 
 
 def _enlarge(pipe: int) -> None:

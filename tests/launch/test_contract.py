@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 
 import pytest
 
-from tests.launch.jobs import command, job, read
+from tests.launch.jobs import ROOT, command, job, read
 from zrun import topology
 from zrun.console import make_console
 from zrun.devices import usable_cores
@@ -333,6 +334,15 @@ def test_run_is_always_the_script(tmp_path):
         with command(tmp_path, *words) as run:
             assert run.wait() == 0
             assert "my own plan" in run.out
+
+
+def test_a_runtime_that_is_not_there_is_said(tmp_path):
+    shutil.copytree(ROOT / "zrun", tmp_path / "alone" / "zrun")
+    (tmp_path / "alone" / "zrun_runtime.py").touch()  # stands before the package, and is none
+    environ = {"PYTHONPATH": str(tmp_path / "alone")}
+    with job(tmp_path, "", "--as_deepspeed", *CPU, environ=environ) as run:
+        assert run.wait() == 3
+        assert "zrun_runtime is not there" in run.out and "Traceback" not in run.out
 
 
 def test_the_doctor_heeds_profile_and_variables(tmp_path):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.folded import unfolded
 from tests.launch.jobs import job, read
 
 CPU = ("--backend", "gloo")
@@ -215,6 +216,22 @@ def test_the_cause_is_blamed_and_not_those_who_fail_because_of_it(tmp_path):
         assert failure["rank"] == 1
 
 
+def test_a_traceback_that_is_only_in_the_error_file_is_shown(tmp_path):
+    script = """
+        import sys
+        from torch.distributed.elastic.multiprocessing.errors import record
+        sys.excepthook = lambda *error: print("something fancy", file=sys.stderr)
+        @record
+        def main():
+            raise ValueError("only in the file")
+        main()
+    """
+    with job(tmp_path, script, *CPU) as run:
+        assert run.wait(60) == 1
+        report = run.out[run.out.index("ended with") :]
+        assert "Traceback (most" in report and "ValueError: only in the file" in report
+
+
 def test_a_chain_of_exceptions_is_shown_whole(tmp_path):
     script = """
         def load():
@@ -263,3 +280,25 @@ def test_log_dir_keeps_what_an_earlier_job_left(tmp_path):
             assert run.wait() == 0
     assert (tmp_path / "logs" / "rank-1" / "stdout").read_text() == "second\n"
     assert (tmp_path / "logs" / "rank-1" / "stdout.1").read_text() == "first\n"
+
+
+def test_log_dir_holds_all_words_and_the_life_of_the_job(tmp_path):
+    script = """
+        import os, sys
+        print("hello", flush=True)
+        sys.exit(5 if os.environ["RANK"] == "1" else 0)
+    """
+    options = ("--log_dir", "logs", "--show_ranks", "0", "--num_gpus", "2", "--max_restarts", "1")
+    with job(tmp_path, script, *options, *CPU) as run:
+        assert run.wait() == 5
+        assert "[1] hello" not in run.out
+    merged = unfolded((tmp_path / "logs" / "merged.log").read_text())
+    assert merged.count("[0] hello") == merged.count("[1] hello") == 2
+    assert merged.endswith(run.out[run.out.rindex("zrun: error:") :])
+    life = [json.loads(line) for line in (tmp_path / "logs" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in life]
+    assert kinds.count("job_started") == 2 and kinds.count("worker_exited") == 4 and "output" not in kinds
+    assert kinds[-1] == "exit" and life[-1]["code"] == 5
+    assert any("starts again" in event["text"] for event in life if event["event"] == "message")
+    times = [event["time"] for event in life]
+    assert times == sorted(times) and times[-1] - times[0] < 60

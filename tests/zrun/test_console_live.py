@@ -144,6 +144,23 @@ def test_a_progress_bar_of_the_script_stays_too_until_its_line_ends():
     assert bench.screen()[:-1] == [FIRST, "[0] hello", "[0] 100%|####", ""]
 
 
+def test_bars_of_several_ranks_have_a_row_each():
+    bench = Bench(world_size=16)
+
+    def state(rank: int, text: str) -> events.WorkerOutput:
+        return events.WorkerOutput(rank, "stderr", text, transient=True)
+
+    bench.say(state(1, "1%"), state(0, "2%"), state(1, "3%"))
+    assert bench.screen()[2:4] == ["[0]  2%", "[1]  3%"]
+    bench.say(events.WorkerOutput(0, "stderr", "100%"))
+    assert bench.screen()[1:4] == ["[0]  100%", "", "[1]  3%"]
+    bench.say(*(state(rank, f"of {rank}") for rank in range(15, 1, -1)))
+    assert [line for line in bench.screen() if "of " in line] == [
+        f"[{rank}]{' ' * (rank < 10)} of {rank}" for rank in range(2, 10)
+    ]
+    assert bench.screen()[-2] == "and 6 bars more"
+
+
 def test_a_progress_bar_of_the_script_wider_than_the_terminal_is_cut():
     bench = Bench(width=30)
     bench.say(events.WorkerOutput(0, "stderr", "a\tbar\tof many\tcolumns\t漢字", transient=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from zrun.console.output import Output
@@ -18,10 +19,15 @@ _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # what JSON leaves
 
 
 class JsonConsole:
-    """One object a line, flushed as soon as there is a pause."""
+    """One object a line, flushed as soon as there is a pause.
 
-    def __init__(self, output: Output) -> None:
+    Args:
+        clock: seconds since the epoch, for a field `time`; None: there is none.
+    """
+
+    def __init__(self, output: Output, clock: Callable[[], float] | None = None) -> None:
         self._output = output
+        self._clock = clock
 
     def job_started(self, job: JobView) -> None:
         fields = dataclasses.asdict(job)
@@ -45,5 +51,7 @@ class JsonConsole:
         self._output.flush()
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._clock is not None:
+            fields["time"] = round(self._clock(), 3)
         line = json.dumps({"event": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
         self._output.write(_UNSAFE.sub(lambda m: f"\\u{ord(m[0]):04x}", line) + "\n")

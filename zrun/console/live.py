@@ -27,6 +27,7 @@ BUFFER_LINES = 200
 BUFFER_CHARS = 64 * 1024
 MIN_BAR = 8  # columns
 FIGURE_LINES = 2
+BARS_PART = 3  # of the terminal's height: what bars of scripts may take of it
 
 _STYLES = {"info": "", "detail": "dim", "warning": "yellow", "error": "bold red"}
 _RANK_STYLES = ("cyan", "magenta", "blue", "green", "yellow", "bright_black")
@@ -111,12 +112,11 @@ class LiveConsole(Narrator):
             text.append(" " * max(1, self.names.width - len(prefix) + 1))
         text.append(line.text)
         if line.transient:
-            self._row.bar_of_worker = ranks[0], line.stream, text
+            self._row.bars[ranks[0], line.stream] = text
             self._stale = True
             return
-        bar_of = self._row.bar_of_worker
-        if bar_of and bar_of[0] in ranks and bar_of[1] == line.stream:
-            self._row.bar_of_worker = None
+        for rank in ranks:
+            self._row.bars.pop((rank, line.stream), None)
         self._print(text)
 
     def show_sentence(self, level: str, text: str) -> None:
@@ -180,21 +180,28 @@ class StepRow:
     def __init__(self, console: LiveConsole) -> None:
         self._console = console
         self._widths: dict[str, int] = {}  # label -> widest value so far
-        self.bar_of_worker: tuple[int, str, Text] | None = None  # rank, stream, newest state of a script's own bar
+        self.bars: dict[tuple[int, str], Text] = {}  # rank, stream -> newest state of a script's own progress bar
 
     def reset(self) -> None:
         self._widths = {}
-        self.bar_of_worker = None
+        self.bars = {}
 
     def __rich_console__(self, terminal: Terminal, options: ConsoleOptions) -> RenderResult:
         width = max(1, options.max_width - 1)  # a full last column makes some terminals wrap
         yield Text()  # keeps the scrolling lines at a distance
-        script = [self.bar_of_worker[2].copy()] if self.bar_of_worker else []
-        for line in script + self._lines(width, options.ascii_only):
+        for line in self._bars(options.size.height // BARS_PART) + self._lines(width, options.ascii_only):
             line.expand_tabs(8)
             line.truncate(width)
             line.no_wrap = True
             yield line
+
+    def _bars(self, room: int) -> list[Text]:
+        """A row for each rank that has a bar, in their order, as far as there is room."""
+        rows = [self.bars[key].copy() for key in sorted(self.bars)]
+        room = max(1, room)
+        if len(rows) > room:
+            rows[room - 1 :] = [Text(f"and {figures.count(len(rows) - room + 1, 'bar')} more", style="dim")]
+        return rows
 
     def _lines(self, width: int, ascii_only: bool) -> list[Text]:
         progress = self._console.progress

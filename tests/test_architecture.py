@@ -103,7 +103,7 @@ LEVELS = {
     "zrun_runtime.consolidate": 4.2,
     "zrun_runtime.early": 4.0,
     "zrun_runtime.leaves": 4.0,
-    "zrun_runtime.placement": 4.1,
+    "zrun_runtime.casting": 4.1,
     "zrun_runtime.answers": 4.8,
     "zrun_runtime.accumulation": 4.9,
     "zrun_runtime.engine_state": 4.95,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zrun_runtime import checkpointing
+from zrun_runtime.casting import cast_model
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.distributed import World, current_world, first_world_size
@@ -16,7 +17,6 @@ from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
 from zrun_runtime.leaves import leaves_of
 from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
-from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.schedules import build_scheduler
@@ -40,7 +40,7 @@ def build_engine(
     if "activation_checkpointing" in config.raw:
         checkpointing.configure(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
     policy = DtypePolicy.from_config(config)
-    place(model, world, policy, config)
+    cast_model(model, world, policy, config)
     if optimizer is not None and config.optimizer is not None and world.rank == 0:
         notice("warning", f"optimizer.type {config.optimizer.type}: not used, as initialize() was given an optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

@@ -15,7 +15,7 @@ from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.sharded_parameter import ShardedParameter, take_values
 
 
-def place(model: nn.Module, world: World, policy: DtypePolicy, config: Config) -> None:
+def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Config) -> None:
     """Move a model onto the device; floating-point parameters become what fp16 or bf16 says, buffers `buffer_dtype`.
 
     Raises:

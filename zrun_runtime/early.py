@@ -5,7 +5,10 @@ A module's parameters are sharded when the module becomes a child of another one
 those of the outermost modules at the end of the context. Torch tells of both through its registration hooks, so no
 class is patched. What reads or writes a placeholder inside the context (an initialisation after construction, a copy)
 borrows it: the values are gathered on every rank, and put back, with rank 0's edits, when something else is borrowed or
-registered. `initialize` takes the values over group by group, so the peak is a rank's share and two groups.
+registered. After the context, what all ranks do alike may still compare placeholders and write into them in place, as
+functions of torch.nn.init do; rank 0's values count. While something is gathered, such a write may be that of one rank
+alone and reaches nobody: it is left out, and said. `initialize` takes the values over group by group, so the peak is a
+rank's share and two groups.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import call_number
+from zrun_runtime.telemetry import notice
 
 _ATTRIBUTE = "_zrun_early"  # of a parameter: its EarlyShard; it lives exactly as long as the parameter
 _BORROWED_AT_ONCE = 16
@@ -33,6 +37,8 @@ _BORROWED_AT_ONCE = 16
 
 class EarlyShard:
     """One parameter's shard. It is what `GatheredParameters` needs a home of parameters to be."""
+
+    pinned = 0  # gatherings of any of them that are not over
 
     def __init__(self, parameter: nn.Parameter, label: str, collectives: Collectives) -> None:
         self.collectives = collectives
@@ -43,6 +49,21 @@ class EarlyShard:
     def recall(self, parameter: nn.Parameter) -> bool:
         """Inside a `zero.Init` the values can be borrowed."""
         return Building.active is not None and Building.active.borrow(self)
+
+    @contextmanager
+    def lend(self, parameter: nn.Parameter, writes: bool) -> Iterator[bool]:
+        """The model is still being put together, by all ranks alike; see [Note: early shards]."""
+        if writes and EarlyShard.pinned:
+            notice("warning", f"{self.group.spec.label}: it is not gathered, so what was written into it is lost")
+            yield False
+            return
+        self.pin([self.group])
+        try:
+            yield True
+            if writes:
+                self.group.store(source=0)
+        finally:
+            self.unpin([self.group])
 
     def give_up(self, parameter: nn.Parameter) -> Tensor:
         """The full values; from now on the parameter is someone else's."""
@@ -55,11 +76,13 @@ class EarlyShard:
         if Building.active is not None:
             Building.active.give_back()
         self.pins += 1
+        EarlyShard.pinned += 1
         self.group.unshard()
 
     def unpin(self, groups: Sequence[FlatGroup]) -> None:
         """The user is done with it."""
         self.pins -= 1
+        EarlyShard.pinned -= 1
         if not self.pins:
             self.group.reshard(leave_aliases=True)
 

@@ -5,8 +5,9 @@ A resharded parameter keeps its identity (optimizers, hooks and tied modules hol
 NaN seen through strides of zero, and its class is ShardedParameter. Every torch function that meets one comes here
 first. During a forward the owner may bring the values back (a module that reads another module's weight:
 `F.linear(x, self.embedding.weight)`); outside, it is an error that names the parameter. Questions about its kind
-(shape, dtype, device, grad) are answered. The right shape matters to autograd too, which may deliver a gradient to a
-parameter whose values are no longer needed; and whatever slips past Python reads NaN, never freed memory.
+(shape, dtype, device, grad) are answered, and what is detached from it (as `state_dict` does) is a placeholder, too.
+The right shape matters to autograd, which may deliver a gradient to a parameter whose values are no longer needed; and
+whatever slips past Python reads NaN, never freed memory.
 
 [Note: version guard]
 Autograd saved views of the full values. Their memory is freed between uses, so reading one then would crash. The
@@ -19,14 +20,24 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zrun_runtime.errors import ParameterError
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a parameter are, in DeepSpeed's words."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
 
 
 class Owner(Protocol):
@@ -41,11 +52,24 @@ class Owner(Protocol):
         ...
 
 
+@runtime_checkable
+class Lender(Owner, Protocol):
+    """An owner that lets values be compared and written between uses, too."""
+
+    def lend(self, parameter: nn.Parameter, writes: bool) -> AbstractContextManager[bool]:
+        """The values for one call, which all ranks make. Gives False if it is to be left out.
+
+        Args:
+            writes: the call is an in-place one; otherwise it compares.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class _Record:
     label: str  # the parameter's name in the model
     view: Tensor  # its full-size values; their storage is empty while it is sharded
-    owner: weakref.ref[Owner]  # weak, as it holds the parameter, which then would hold itself
+    owner: Callable[[], Owner | None]  # a weak reference, as it holds the parameter, which then would hold itself
 
 
 _records = WeakIdKeyDictionary()  # parameter -> _Record; an entry goes when its parameter does
@@ -88,11 +112,41 @@ class ShardedParameter(nn.Parameter):
                 return func(_records[args[0]].view, *args[1:], **kwargs)
         global _call
         _call = next(_calls)
-        for parameter in _placeholders(args, kwargs):
-            owner = _records[parameter].owner()
-            if owner is None or not owner.recall(parameter):
-                raise _unreadable(_records[parameter].label, prop or name)
-        return func(*args, **kwargs)
+        with ExitStack() as stack:
+            for parameter in _placeholders(args, kwargs):
+                owner = _records[parameter].owner()
+                if owner is not None and owner.recall(parameter):
+                    continue
+                if name == "detach":
+                    return _detached(parameter)
+                writes = name.endswith("_") and not name.endswith("__")
+                if not (isinstance(owner, Lender) and (writes or name == "equal")):
+                    raise _unreadable(_records[parameter].label, prop or name)
+                if not stack.enter_context(owner.lend(parameter, writes)):
+                    return parameter
+            return func(*args, **kwargs)
+
+    # Names by which DeepSpeed's scripts know a sharded parameter and ask it for its true size.
+
+    @property
+    def ds_id(self) -> int:
+        """A number of its own."""
+        return id(self)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """NOT_AVAILABLE, as long as it is a placeholder."""
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.numel()
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shape
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedParameter({_records[self].label!r}, shape={tuple(self.shape)}, values elsewhere)"
@@ -111,6 +165,18 @@ def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Te
     """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
     _records[parameter] = _Record(label, view, weakref.ref(owner))
     return torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+
+
+def _detached(parameter: ShardedParameter) -> Tensor:
+    """A placeholder of the same name, for ever: nobody brings its values back."""
+    with torch._C.DisableTorchFunctionSubclass():
+        blank = torch.Tensor._make_subclass(ShardedParameter, parameter.detach().as_subclass(Tensor), False)
+    _records[blank] = replace(_records[parameter], owner=_nobody)
+    return blank
+
+
+def _nobody() -> None:
+    return None
 
 
 def move_view(parameter: nn.Parameter, view: Tensor) -> None:

@@ -116,7 +116,8 @@ def edited_before_initialize(rank: int, world: int, *, stage: int) -> dict[str, 
                 nn.init.constant_(model.stem.weight, 0.125)
         nn.init.constant_(model.head.weight, 0.25)
         read = float(model.head.weight.sum())
-    outside = _said(lambda: nn.init.zeros_(model.head.weight)) if world > 1 else ""
+    outside = _said(lambda: model.head.weight.sum()) if world > 1 else ""
+    nn.init.constant_(model.head.bias, 0.5 + rank)  # as every rank does it, it is done
     before = {name: value.clone() for name, value in _whole(model).items()}
     for prefix, module in model.named_modules():  # one module at a time; sets differ in order between ranks
         with zero.GatheredParameters(set(module.parameters(recurse=False)), modifier_rank=0):
@@ -135,6 +136,7 @@ def edited_before_initialize(rank: int, world: int, *, stage: int) -> dict[str, 
         "stem": bool((before["stem.weight"] == 0.125).all()),
         "head": bool((before["head.weight"] == 0.25).all()) and read == 0.25 * WIDTH * CLASSES,
         "outside": outside,
+        "outside in place": bool((before["head.bias"] == 0.5).all()),
         "gathered": gathered_said,
         "loaded": all(torch.equal(loaded[name], source[name]) for name in source),
         "module form": all(torch.equal(module_form[name], source[name]) for name in source),

@@ -1,9 +1,10 @@
 """`deepspeed.comm`: torch.distributed, with DeepSpeed's way of starting it.
 
 [Note: accelerate on the CPU]
-Where accelerate finds no GPU and was not told to use the CPU, it picks no backend, calls `init_distributed(None)` and
-then believes to be alone, on every rank: each rank trains on all the data. Its state is under construction at that
-moment, and it reads the world from torch.distributed if it has a backend; so we tell it the one that was chosen.
+Where accelerate finds no GPU and was not told to use the CPU, it picks no backend, asks `is_initialized()`, maybe calls
+`init_distributed(None)`, and then believes to be alone, on every rank: each rank trains on all the data. Its state is
+under construction at that moment, and it reads the world from torch.distributed if it has a backend; so we tell it the
+one that is in use.
 `initialize` checks the outcome, and refuses to train if accelerate still counts other ranks than there are.
 """
 
@@ -46,8 +47,13 @@ def init_distributed(
         rank,
         world_size,
     )
-    if dist_backend is None and dist.is_initialized():
-        _tell_accelerate(dist.get_backend())
+    _tell_accelerate()
+
+
+def is_initialized() -> bool:
+    """There is a process group; also tells accelerate of its backend ([Note: accelerate on the CPU])."""
+    _tell_accelerate()
+    return dist.is_initialized()
 
 
 def _accelerate_state() -> dict[str, Any]:
@@ -56,12 +62,13 @@ def _accelerate_state() -> dict[str, Any]:
     return getattr(getattr(module, "PartialState", None), "_shared_state", {})
 
 
-def _tell_accelerate(backend: str) -> None:
+def _tell_accelerate() -> None:
     state = _accelerate_state()
-    if state and state.get("backend", "") is None and dist.get_world_size() > 1:
-        state["backend"] = backend
+    constructing = "backend" in state and "num_processes" not in state
+    if constructing and state["backend"] is None and dist.is_initialized() and dist.get_world_size() > 1:
+        state["backend"] = dist.get_backend()
         if dist.get_rank() == 0:
-            notice("info", f"accelerate chose no backend without a GPU: it uses {backend}, so that it sees every rank")
+            notice("info", f"accelerate finds no GPU and uses {state['backend']}, so that it sees every rank")
 
 
 def check_accelerate() -> None:

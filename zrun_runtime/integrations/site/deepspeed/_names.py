@@ -61,7 +61,7 @@ HERE: dict[str, dict[str, str]] = {
         "get_accelerator": f"{_OURS}.accelerator:get_accelerator",
     },
     "comm": {
-        **_each(f"{_OURS}.comm", "init_distributed"),
+        **_each(f"{_OURS}.comm", "init_distributed is_initialized"),
         EVERYTHING: "torch.distributed",
     },
     "zero": {**_ZERO},

@@ -88,6 +88,7 @@ LEVELS = {
     "zrun_runtime.sharded_parameter": 2.0,
     "zrun_runtime.tiers": 2.0,
     "zrun_runtime.flat_group": 3.0,
+    "zrun_runtime.edits": 3.1,
     "zrun_runtime.grouping": 3.1,
     "zrun_runtime.reducer": 3.1,
     "zrun_runtime.order": 3.95,

@@ -176,6 +176,7 @@ class Building:
             if before is None or number < before:
                 del self._borrowed[shard]
                 if not shard.pins:
+                    shard.group.take_back()
                     shard.group.store(source=0)
                     shard.group.reshard(leave_aliases=True)
 

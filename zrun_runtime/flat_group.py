@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives, Pending
-from zrun_runtime.errors import DistributedError
+from zrun_runtime.errors import DistributedError, ParameterError
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
@@ -66,14 +66,18 @@ class FlatGroup:
         self.owned = self.shard if plan.shards_optimizer else self.full
         self.master = self._make_master()
         self.ticket = collectives.register(f"a gather of {spec.label}")
-        self.reduction_ticket = collectives.register(f"a reduction of {spec.label}")
+        collectives.register(f"a reduction of {spec.label}")
         self.residence = Residence.UNSHARDED
+        self.frozen = False  # has master weights and state, but is left out of steps for now
         self._pending = Pending()
+        self._places = [
+            (offset * first.element_size(), view.stride())
+            for offset, view in zip(self.layout.offsets, self.views, strict=True)
+        ]
         self._versions = [p._version for p in spec.parameters]
         if self.comes_and_goes:
-            self._blanks = [
-                adopt(p, n, v, owner) for p, n, v in zip(spec.parameters, spec.names, self.views, strict=True)
-            ]
+            for parameter, name, view in zip(spec.parameters, spec.names, self.views, strict=True):
+                adopt(parameter, name, view, owner)
             self.reshard()
 
     def _take_over(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -94,6 +98,16 @@ class FlatGroup:
             return None
         exact = self.owned.dtype in (torch.float32, torch.float64)
         return nn.Parameter(self.owned if exact else self.owned.float())
+
+    @property
+    def reduction_ticket(self) -> int:
+        """The one registered after `ticket`."""
+        return self.ticket + 1
+
+    @property
+    def trains(self) -> bool:
+        """Steps update it."""
+        return self.master is not None and not self.frozen
 
     # ---- parameters: SHARDED <-> UNSHARDED
 
@@ -136,20 +150,83 @@ class FlatGroup:
             self._arrive()  # its memory cannot be freed while it is being written
         else:
             self._versions = [p._version for p in self.spec.parameters]
-            for parameter, blank in zip(self.spec.parameters, self._blanks, strict=True):
-                become_placeholder(parameter, blank)
+            for parameter in self.spec.parameters:
+                become_placeholder(parameter)
         if leave_aliases:
             self._renew_storage()
         self.full.untyped_storage().resize_(0)
         self.residence = Residence.SHARDED
 
-    def _renew_storage(self) -> None:
+    def _renew_storage(self, keep_values: bool = False) -> None:
         """Part from the memory of `full`: it lives on as long as anyone else holds it."""
+        whole, exact = self.owned is self.full, self.master is not None and self.master.dtype is self.owned.dtype
         with torch.inference_mode(False):  # what is made inside that mode cannot be trained on after it
-            self.full = torch.empty_like(self.full)
-            for index, (parameter, offset) in enumerate(zip(self.spec.parameters, self.layout.offsets, strict=True)):
+            before, self.full = self.full, torch.empty_like(self.full)
+            if keep_values:
+                self.full.copy_(before)
+            for index, offset in enumerate(self.layout.offsets):
                 self.views[index] = view_like(self.full, self.views[index], offset)
-                move_view(parameter, self.views[index])
+        if self.comes_and_goes:
+            for parameter, view in zip(self.spec.parameters, self.views, strict=True):
+                move_view(parameter, view)
+            return
+        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
+        self.shard = self.full[start:stop]
+        self.owned = self.full if whole else self.shard
+        if self.master is not None and exact:
+            self.master.data = self.owned
+
+    # ---- what others write: see [Note: what others write]
+
+    def _in_place(self) -> bool:
+        """Every parameter is where its view is. (Cheaper than `is_set_to`.)"""
+        base = self.full.data_ptr()
+        return [(p.data_ptr() - base, p.stride()) for p in self.spec.parameters] == self._places
+
+    def take_back(self) -> bool:
+        """Put parameters that were given other memory back into their place, with their values; were there any?
+
+        Raises:
+            ParameterError: one has another shape, dtype or device now.
+        """
+        if self.residence is not Residence.UNSHARDED or self._in_place():
+            return False
+        moved = {}
+        for index, (parameter, view) in enumerate(zip(self.spec.parameters, self.views, strict=True)):
+            if not parameter.is_set_to(view):
+                self._refuse_misfit(index)
+                moved[index] = parameter.detach()
+        self._renew_storage(keep_values=True)
+        for index, values in moved.items():
+            self.views[index].copy_(values)
+        for parameter, view in zip(self.spec.parameters, self.views, strict=True):
+            parameter.data = view
+        return True
+
+    def _refuse_misfit(self, index: int) -> None:
+        name, parameter, view = self.spec.names[index], self.spec.parameters[index], self.views[index]
+        for what, was, now in (
+            ("shape", tuple(view.shape), tuple(parameter.shape)),
+            ("dtype", view.dtype, parameter.dtype),
+            ("device", view.device, parameter.device),
+        ):
+            if was != now:
+                raise ParameterError(
+                    f"{name}: its {what} became {now} after initialize, which laid it out as {was}",
+                    "change it before initialize; what it computes in is the config's choice (bf16, fp16)",
+                )
+
+    def disturbed(self) -> str | None:
+        """The name of a parameter that was changed since the values came, where such a change is about to be lost."""
+        if not self.comes_and_goes or self.residence is not Residence.UNSHARDED:
+            return None
+        if self._in_place() and [p._version for p in self.spec.parameters] == self._versions:
+            return None
+        for name, parameter, view in zip(self.spec.names, self.spec.parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr() and not torch.equal(parameter, view):
+                return name
+        changed = [p._version != version for p, version in zip(self.spec.parameters, self._versions, strict=True)]
+        return self.spec.names[changed.index(True)] if any(changed) and self.edited() else None
 
     # ---- values: master -> owned -> full
 
@@ -183,15 +260,11 @@ class FlatGroup:
             master.copy_(torch.where(master.to(self.owned.dtype) == self.owned, master, self.owned.to(master.dtype)))
         self._versions = [p._version for p in self.spec.parameters]
 
-    def take_edits(self) -> bool:
-        """Take what was written, outside of the optimizer, into parameters that are full between uses; was there any?
-
-        Seen by the parameters' versions, which an edit of `p.data` does not change.
-        """
-        if self.comes_and_goes or [p._version for p in self.spec.parameters] == self._versions:
-            return False
-        self.store()
-        return True
+    def edit_flag(self) -> Tensor | None:  # () bool, on the device
+        """Whether this rank's part of the weights is other than the master weights rounded; None if they are one."""
+        if self.comes_and_goes or self.master is None or self.master.dtype is self.owned.dtype:
+            return None
+        return (self.master.detach().to(self.owned.dtype).view(torch.int16) != self.owned.view(torch.int16)).any()
 
     def edited(self) -> bool:
         """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, Residence
 from zrun_runtime.grouping import Unit
 from zrun_runtime.hook import Hook, hook_first, in_backward, move_to_end
@@ -119,9 +120,17 @@ class ShardHolder:
 
     def _put_away(self, groups: Sequence[FlatGroup]) -> None:
         """Reshard those that nobody holds."""
+        lost = None
         for group in groups:
             if not self._holders[group] and not self._pinned[group] and group not in self._keep:
+                lost = lost or group.disturbed()
                 group.reshard()
+        if lost is not None:
+            raise ParameterError(
+                f"{lost}: it was changed while the model used it, and sharded weights come and go with their use: "
+                "the change would be lost",
+                "change it between steps, inside `with zrun_runtime.zero.GatheredParameters([parameter]):`",
+            )
 
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups until `unpin`, whatever forwards and backwards do in between."""
@@ -221,7 +230,7 @@ class ShardHolder:
         if call.backward == now:
             return
         call.backward, call.open = now, True
-        call.unfinished = {group for group in call.unit.groups if group.master is not None}
+        call.unfinished = {group for group in call.unit.groups if group.trains}
         self._open.append(call)
         if self.hold(call.unit.groups):
             self._backward_order.fetch_after(call.unit)

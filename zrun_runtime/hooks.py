@@ -8,6 +8,7 @@ one too. So the outermost is known by its first event: the gradient of the model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from zrun_runtime.tree import tensors_in
 class ModelHooks:
     """The hooks on the model as a whole: when a backward begins and ends, and the last word after an exception."""
 
-    def __init__(self, model: nn.Module, holder: ShardHolder, reducer: GradReducer) -> None:
-        self.holder, self.reducer = holder, reducer
+    def __init__(
+        self, model: nn.Module, holder: ShardHolder, reducer: GradReducer, on_forward: Callable[[], None]
+    ) -> None:
+        self.holder, self.reducer, self.on_forward = holder, reducer, on_forward
         self._outer = -1  # autograd's number of the outermost backward under way; -1: none
         holder.on_backward = reducer.on_gradient = self._note_backward
         reducer.on_complete, holder.expected.on_concluded = holder.complete, reducer.conclude
@@ -37,6 +40,8 @@ class ModelHooks:
     def _before(self, model: nn.Module, args: Any) -> None:
         if self._outer != -1 and not in_backward():
             self.abandon_backward()
+        if not self.holder.root_depth and not in_backward():
+            self.on_forward()
         self.reducer.stay_last()
         self.holder.begin_forward()
 

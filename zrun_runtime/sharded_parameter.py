@@ -69,6 +69,7 @@ class Lender(Owner, Protocol):
 class _Record:
     label: str  # the parameter's name in the model
     view: Tensor  # its full-size values; their storage is empty while it is sharded
+    blank: Tensor  # what it shows instead then
     owner: Callable[[], Owner | None]  # a weak reference, as it holds the parameter, which then would hold itself
 
 
@@ -81,7 +82,7 @@ _set_version = torch._C._autograd._unsafe_set_version_counter
 
 # Answered from the placeholder itself: they do not read values.
 _HARMLESS = {
-    "__hash__", "__set__", "__delete__", "__len__", "__setstate__", "_is_view", "dim", "element_size", "get_device",
+    "__hash__", "__len__", "__setstate__", "_is_view", "dim", "element_size", "get_device",
     "is_complex", "is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "size",
 }  # fmt: skip
@@ -92,6 +93,7 @@ _HARMLESS_PROPERTIES = {
     "is_mtia", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla", "is_xpu", "itemsize",
     "layout", "name", "names", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
 }  # fmt: skip
+_CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cuda", "cpu"}
 _OF_THE_VIEW = {"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense"}
 
 
@@ -104,12 +106,17 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        prop = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        is_property = name in ("__get__", "__set__", "__delete__")
+        prop = getattr(getattr(func, "__self__", None), "__name__", "") if is_property else ""
         with torch._C.DisableTorchFunctionSubclass():
             if name in _HARMLESS or prop in _HARMLESS_PROPERTIES:
                 return func(*args, **kwargs)
             if name in _OF_THE_VIEW:
                 return func(_records[args[0]].view, *args[1:], **kwargs)
+            if name in _CASTS and _changes_nothing(func, args, kwargs):
+                return args[0]  # Module.to(device) where the module is already ...
+            if prop == "data" and name == "__set__" and args[0] is args[1]:
+                return None  # ... ends with this
         global _call
         _call = next(_calls)
         with ExitStack() as stack:
@@ -161,10 +168,10 @@ class ShardedParameter(nn.Parameter):
         raise _unreadable(_records[self].label, "pickle")
 
 
-def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> Tensor:
-    """Manage a parameter whose full-size values are `view`. Returns its placeholder."""
-    _records[parameter] = _Record(label, view, weakref.ref(owner))
-    return torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> None:
+    """Manage a parameter whose full-size values are `view`."""
+    blank = torch.full((), float("nan"), dtype=view.dtype, device=view.device).expand(view.shape)
+    _records[parameter] = _Record(label, view, blank, weakref.ref(owner))
 
 
 def _detached(parameter: ShardedParameter) -> Tensor:
@@ -184,9 +191,9 @@ def move_view(parameter: nn.Parameter, view: Tensor) -> None:
     _records[parameter] = replace(_records[parameter], view=view)
 
 
-def become_placeholder(parameter: nn.Parameter, blank: Tensor) -> None:
+def become_placeholder(parameter: nn.Parameter) -> None:
     """Take the values away. Their memory is the caller's to free."""
-    parameter.data = blank
+    parameter.data = _records[parameter].blank
     parameter.__class__ = ShardedParameter
     torch.autograd.graph.increment_version(parameter)
 
@@ -215,6 +222,12 @@ def take_values(parameter: nn.Parameter) -> Tensor:
 def call_number() -> int:
     """A number for the torch call under way that met placeholders; it never falls."""
     return _call
+
+
+def _changes_nothing(cast: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """A tensor of this parameter's dtype and device is what the cast makes of it."""
+    like = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
+    return cast(like, *args[1:], **kwargs) is like
 
 
 def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives
+from zrun_runtime.edits import Edits
 from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.grouping import (
@@ -24,7 +25,6 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
-from zrun_runtime.telemetry import notice
 from zrun_runtime.window import Window
 
 
@@ -67,7 +67,8 @@ class ZeroModel:
         self.managed = self._to_manage()
         self.updater: ShardedOptimizer | None = None
         self._ticket = collectives.register("a step")
-        self._order_known = self._removed = self._edits_told = False
+        self._order_known = self._removed = False
+        self.edits = Edits(collectives.world.rank)
         units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
         if settings.plan.shards_params:
             specs = specs_of_units(units, optimizer_groups, settings.grouping)
@@ -126,7 +127,7 @@ class ZeroModel:
     def _attach(self, order: Sequence[FlatGroup]) -> None:
         settings = self.settings
         self.reducer = GradReducer(order, settings.plan, self.collectives, settings.wire_dtype, settings.window)
-        self.hooks = ModelHooks(self.model, self.holder, self.reducer)
+        self.hooks = ModelHooks(self.model, self.holder, self.reducer, lambda: self.edits.take_back(self.groups))
 
     def agree(self, fine: bool) -> bool:
         """Whether all ranks are fine. A collective."""
@@ -139,11 +140,14 @@ class ZeroModel:
 
         losses: of this rank's micro-batches, scalars. The device is read once, for their sum and the norm together.
         """
+        self.edits.take_back(self.groups)
         self.reducer.finish_step()
         square_sum = self.reducer.square_sum()
         loss_sum = sum((loss.reshape(()).to(square_sum) for loss in losses), torch.zeros_like(square_sum))
-        mine = torch.stack([square_sum, loss_sum]).tolist()
-        heard = self.collectives.exchange(self._ticket, (*mine, len(losses))).wait()
+        flags = {group: flag for group in self.groups if (flag := group.edit_flag()) is not None}
+        mine = torch.stack([square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]).tolist()
+        self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
+        heard = self.collectives.exchange(self._ticket, (*mine[:2], len(losses))).wait()
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
         finite = total < float("inf")  # false for NaN as well
         norm = total**0.5 / loss_scale if finite else float("inf")
@@ -164,7 +168,6 @@ class ZeroModel:
 
     def update(self, verdict: Verdict) -> None:
         """Apply the reduced gradients, clipped. Every parameter is readable on return."""
-        self._take_edits()
         if not self._order_known:
             self._learn_order()
         if self.updater is None:
@@ -173,14 +176,6 @@ class ZeroModel:
         scale = (min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0) / verdict.loss_scale
         reduced = {grads.group: grads.reduced for grads in self.reducer.order}
         self.updater.step(lambda group: _present(reduced[group]), scale)
-
-    def _take_edits(self) -> None:
-        """Edits of 16-bit weights would be undone when the master weights are published next."""
-        edited = [group for group in self.groups if group.take_edits() and group.master is not group.owned]
-        if edited and not self._edits_told and self.collectives.world.rank == 0:
-            self._edits_told = True
-            names = edited[0].spec.label
-            notice("info", f"weights were changed between two steps ({names}); the master weights follow such edits")
 
     def end_step(self) -> None:
         """Drop the gradients of the window that is over, also those of parameters that no group holds."""

@@ -40,13 +40,20 @@ class GatheredParameters:
             self._versions[place.group] = _versions(place)
 
     def __exit__(self, *error: Any) -> None:
-        for place in self.places:
-            if error[0] is None:
-                edited = self.forced or _versions(place) != self._versions[place.group] or place.group.edited()
-                heard = place.collectives.exchange(place.group.ticket, (float(edited),)).wait()
-                if bool(heard[:, 0].any()):
-                    place.group.store(self.source)
-            place.holder.unpin([place.group])
+        try:
+            for place in self.places if error[0] is None else ():
+                self._take_edits(place)
+        finally:
+            for place in self.places:
+                place.holder.unpin([place.group])
+
+    def _take_edits(self, place: Place) -> None:
+        group = place.group
+        moved = group.take_back()
+        edited = moved or self.forced or _versions(place) != self._versions[group] or group.edited()
+        heard = place.collectives.exchange(group.ticket, (float(edited),)).wait()
+        if bool(heard[:, 0].any()):
+            group.store(self.source)
 
 
 def _versions(place: Place) -> list[int]:

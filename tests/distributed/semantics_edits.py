@@ -1,0 +1,200 @@
+"""What the ranks run for test_semantics.py: scripts that change weights between steps, in every way there is.
+
+An edit is a function of the model. It is made on the engine's model (inside `GatheredParameters` where values are
+sharded) and on the reference's, at the same places, and training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+import zrun_runtime
+from zrun_runtime.zero import GatheredParameters
+
+from .reference import Reference
+from .scenario import CLASSES, WIDTH, Block, Recipe, Scenario, Spot
+from .training import EngineRun, make_engine
+
+LEARNING = {"momentum": 0.5, "lr": 0.05, "weight_decay": 0.01}
+STEPS = 4
+
+
+class Mixed(nn.Module):
+    """A square stem, a convolution, blocks, and a head of the stem's shape before the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.picture = nn.Conv2d(2, 2, 3, padding=1)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.picture(self.stem(x).view(-1, 2, 2, 4)).flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(self.other(x)))
+
+
+class Editing(Scenario):
+    hyper = {"sgd": LEARNING}
+
+    def build(self) -> nn.Module:
+        return Mixed()
+
+    def batch(self, spot: Spot) -> Any:
+        features, classes = super().batch(spot)
+        return features, classes
+
+    def loss(self, run: Any, batch: Any) -> Tensor:
+        features, classes = batch
+        dtype = next(run.module.parameters()).dtype
+        return nn.functional.cross_entropy(run.forward(features.to(dtype)).float(), classes)
+
+
+# ---- the edits
+
+
+def _cast_and_back(model: nn.Module, step: int) -> None:
+    own = model.stem.weight.dtype
+    model.to(torch.float16 if own is torch.float32 else torch.float64).to(own)
+
+
+def _scale_data(model: nn.Module, step: int) -> None:
+    model.stem.weight.data = model.stem.weight.data * 0.5
+    model.head.bias.data = model.head.bias.data + 0.25
+
+
+def _vector(model: nn.Module, step: int) -> None:
+    parameters = list(model.parameters())
+    vector = nn.utils.parameters_to_vector(parameters).detach()
+    nn.utils.vector_to_parameters(vector * 0.75, parameters)
+
+
+def _transpose(model: nn.Module, step: int) -> None:
+    model.stem.weight.data = model.stem.weight.data.t()
+
+
+class _Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def _parametrize(model: nn.Module, step: int) -> None:
+    if step == 1:
+        parametrize.register_parametrization(model.other, "weight", _Halved())
+
+
+def _spectral_norm(model: nn.Module, step: int) -> None:
+    if step == 1:
+        torch.manual_seed(0)
+        nn.utils.spectral_norm(model.other)
+        for name in ("weight_u", "weight_v"):  # the same on every rank and in the reference
+            setattr(model.other, name, getattr(model.other, name).sign() / 4)
+
+
+def _prune(model: nn.Module, step: int) -> None:
+    if step == 1:
+        mask = torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH) % 3 > 0
+        prune.custom_from_mask(model.other, "weight", mask)
+
+
+def _load(model: nn.Module, step: int) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def _clamp(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.15, 0.15)
+
+
+def _clamp_data(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.15, 0.15)
+
+
+def _merge(model: nn.Module, step: int) -> None:
+    """A low-rank update is added to the weight, and taken off one step later."""
+    delta = torch.full((WIDTH, 2), 0.25) @ torch.arange(2 * WIDTH).view(2, WIDTH).div(64)
+    weight = model.other.weight
+    weight.data += (delta if step == 1 else -delta).to(weight.dtype)
+
+
+def _again(model: nn.Module, step: int) -> None:
+    if step == 1:
+        torch.manual_seed(3)
+        nn.init.normal_(model.head.weight, std=0.1)
+        model.head.bias.data.zero_()
+
+
+def _tie(model: nn.Module, step: int) -> None:
+    model.other.weight = model.stem.weight
+
+
+def _flip(model: nn.Module, step: int) -> None:
+    """A permutation: every sum of the weights stays."""
+    model.stem.weight.data.copy_(model.stem.weight.data.flip(0).clone())
+
+
+EDITS: dict[str, Callable[[Any, int], None]] = {
+    "to and back": _cast_and_back,
+    "to(device)": lambda model, step: model.to("cpu") and None,
+    "channels_last": lambda model, step: model.to(memory_format=torch.channels_last) and None,
+    "p.data =": _scale_data,
+    "vector_to_parameters": _vector,
+    "transposed": _transpose,
+    "parametrize": _parametrize,
+    "spectral_norm": _spectral_norm,
+    "prune": _prune,
+    "load_state_dict": _load,
+    "clamp": _clamp,
+    "clamp data": _clamp_data,
+    "merge": _merge,
+    "head again": _again,
+    "tie": _tie,
+    "permutation": _flip,
+}
+
+
+def edited_truth(edit: str, recipe: Recipe, world: int) -> tuple[dict[str, Tensor], list[float]]:
+    """(fp64 masters by their first names, losses of rank 0) of one process that does the same."""
+    reference = Reference(Editing(), recipe, world)
+    named = dict(reference.model.named_parameters())
+    for step in range(STEPS):
+        gradients = reference._gradients(step)
+        reference._update(gradients, 0.0)
+        if step in (1, 2):
+            EDITS[edit](reference.model, step)
+            reference.buffers = [{k: b.clone() for k, b in reference.model.named_buffers()} for _ in range(world)]
+            for name, optimizer in reference.optimizers.items():
+                now = named[name].detach()
+                kept = optimizer.master.to(now.dtype) == now
+                optimizer.master = torch.where(kept, optimizer.master, now.double())
+    left = {id(p) for p in reference.model.parameters()}  # but one that was tied away
+    found = {n: o.master for n, o in reference.optimizers.items() if id(named[n]) in left}
+    return found, reference.outcomes[0].losses
+
+
+def edited(rank: int, world: int, *, edit: str, stage: int, recipe: Recipe) -> tuple[dict[str, Tensor], list[float]]:
+    """The same with an engine."""
+    scenario = Editing()
+    engine = make_engine(scenario, stage, recipe)
+    named, run = dict(engine.module.named_parameters()), EngineRun(engine)
+    for step in range(STEPS):
+        run.spot = Spot(step, rank, 0)
+        scenario.micro(run)
+        engine.step()
+        if step in (1, 2):
+            with GatheredParameters(list(engine.module.parameters())) if stage == 3 else nullcontext():
+                EDITS[edit](engine.module, step)
+    left = {id(p) for p in engine.module.parameters()}
+    found = {n: zrun_runtime.safe_get_full_fp32_param(p).clone() for n, p in named.items() if id(p) in left}
+    return found, run.losses

@@ -1,4 +1,4 @@
-"""What the arguments of `initialize` say beside the model: where its config is, and that all ranks are data parallel."""
+"""What the arguments of `initialize` say beside the model: where its config is, that all ranks are data parallel."""
 
 from __future__ import annotations
 

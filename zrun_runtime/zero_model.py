@@ -197,7 +197,8 @@ class ZeroModel:
         has_state = self.updater is not None and bool(self.updater.optimizer.state)
         if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state:
             return
-        self._regroup(specs)
+        if self.agree(all(_can_be_made_again(group) for group in self.groups)):
+            self._regroup(specs)
 
     def _agreed_positions(self) -> dict[int, int]:
         """id of each trainable parameter -> its place in rank 0's first backward; unused ones come last."""
@@ -251,6 +252,14 @@ class ZeroModel:
 def _trained(groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
     trained = [group for group in groups if group.master is not None]
     return trained[::-1] if reverse else trained
+
+
+def _can_be_made_again(group: FlatGroup) -> bool:
+    """The master weights are no finer than the parameters; they are where someone has set them."""
+    if group.master is None or group.master.dtype is group.owned.dtype:
+        return True
+    master = group.master.detach()
+    return torch.equal(master.to(group.owned.dtype).to(master.dtype), master)
 
 
 def _present(reduced: Tensor | None) -> Tensor:

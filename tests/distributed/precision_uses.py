@@ -50,6 +50,49 @@ def trajectories(
     return found
 
 
+class Small(torch.nn.Module):
+    """Two layers, so that a pattern costs milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x))
+
+
+def scripted(rank: int, world: int, *, stage: int, scripts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Scripted overflows (the digit of the rank that has one, or .) under settings of fp16: what the engine makes of
+    each. The rate of a step tells how far the schedule is."""
+    found = []
+    torch.manual_seed(0)
+    state = Small().state_dict()
+    for pattern, fp16 in scripts:
+        model = Small()
+        model.load_state_dict(state)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": None,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+            "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}},
+            "zero_optimization": {"stage": stage},
+            "fp16": {"enabled": True, **fp16},
+        }
+        engine = zrun_runtime.initialize(model=model, config=config)[0]
+        steps, said, x = [], "", torch.ones(1, 4, dtype=torch.float16)
+        try:
+            for mark in pattern:
+                loss = engine(x).float().square().sum() * 1e-3
+                engine.backward(loss * float("inf") if mark == str(rank) else loss)
+                engine.step()
+                steps.append((engine.loss_scale(), engine.skipped_steps, engine.was_step_applied(), engine.get_lr()[0]))
+        except ZeroRuntimeError as error:
+            said = str(error)
+        found.append({"steps": steps, "said": said})
+        engine.destroy()
+    return found
+
+
 def sixteen_bits(rank: int, world: int, *, stage: int, dtype: str, accumulation: int, merged: bool = False) -> Any:
     """Masters after six steps of AdamW with clipping. merged: one micro-batch of what would be eight."""
     recipe = Recipe("adamw", 1 if merged else accumulation, 0.5)

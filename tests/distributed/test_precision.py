@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +19,25 @@ STAGES = (0, 1, 2, 3)
 Worlds = Callable[..., World]
 
 
+@dataclass
 class Rules:
-    """The loss scale as its rules tell it; hysteresis 2, window 3, no consecutive hysteresis."""
+    """The loss scale as its rules tell it."""
 
-    def __init__(self, scale: float, minimum: float) -> None:
-        self.scale, self.minimum, self.left, self.step, self.last = scale, minimum, 2, 0, -1
+    scale: float
+    minimum: float
+    window: int
+    hysteresis: int
+    consecutive: bool
+    left: int = 0
+    step: int = 0
+    last: int = -1
+
+    def __post_init__(self) -> None:
+        self.left = self.hysteresis
 
     def overflow(self) -> bool:
         """False: it was at its minimum already."""
-        if self.left > 1:
+        if self.hysteresis > 1 and self.left > 1:
             self.left -= 1
         elif self.scale == self.minimum:
             return False
@@ -35,40 +47,77 @@ class Rules:
         return True
 
     def good(self) -> None:
+        if self.consecutive:
+            self.left = self.hysteresis
         count = self.step - self.last - 1
-        if count > 0 and count % 3 == 0:
-            self.left, self.scale = 2, self.scale * 2
+        if count > 0 and count % self.window == 0:
+            self.left, self.scale = self.hysteresis, self.scale * 2
         self.step += 1
 
 
-def _patterns(seed: int, count: int) -> list[str]:
-    draw = random.Random(seed)
-    return ["OOO....O.O..", *("".join(draw.choice("O..") for _ in range(12)) for _ in range(count - 1))]
+def _scripts(seed: int, count: int, size: int) -> list[tuple[str, dict[str, Any]]]:
+    """Patterns of overflows, each on one rank, with the settings that they run under."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        rate = draw.choice((0.1, 0.3, 0.6))
+        pattern = "".join(str(draw.randrange(size)) if draw.random() < rate else "." for _ in range(10))
+        found.append(
+            (
+                pattern,
+                {
+                    "initial_scale_power": draw.randrange(3, 9),
+                    "loss_scale_window": draw.randrange(1, 5),
+                    "hysteresis": draw.randrange(1, 4),
+                    "consecutive_hysteresis": draw.random() < 0.5,
+                    "min_loss_scale": draw.choice((1, 2, 4)),
+                },
+            )
+        )
+    return found
 
 
 @pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_loss_scale_follows_its_rules(stage: int, size: int, world: Worlds) -> None:
-    patterns = _patterns(10 * size + stage, 3)
-    fp16 = {"initial_scale_power": 4, "loss_scale_window": 3, "min_loss_scale": 2}
-    for results in world(size).run(precision_uses.trajectories, stage=stage, patterns=patterns, fp16=fp16):
-        for pattern, found in zip(patterns, results, strict=True):
-            rules, scales, skipped = Rules(16.0, 2.0), [16.0], 0
+def test_two_hundred_scripts_of_overflows_follow_the_rules(stage: int, size: int, world: Worlds) -> None:
+    scripts = _scripts(10 * size + stage, 200, size)
+    for results in world(size).run(precision_uses.scripted, stage=stage, scripts=scripts):
+        ended = 0
+        for (pattern, fp16), found in zip(scripts, results, strict=True):
+            rules = Rules(
+                2.0 ** fp16["initial_scale_power"],
+                fp16["min_loss_scale"],
+                fp16["loss_scale_window"],
+                fp16["hysteresis"],
+                fp16["consecutive_hysteresis"],
+            )
+            expected, skipped, applied = [], 0, 0
             for mark in pattern:
-                if mark == "O" and not rules.overflow():
-                    assert "minimum 2" in found["said"] and "that is not: stem.weight" in found["said"]
+                if mark != "." and not rules.overflow():
+                    assert f"minimum {rules.minimum:g}" in found["said"] and "that is not: stem.weight" in found["said"]
+                    assert f"step {len(expected)}:" in found["said"]
+                    ended += 1
                     break
                 if mark == ".":
                     rules.good()
-                skipped += mark == "O"
-                scales.append(rules.scale)
+                skipped += mark != "."
+                applied += mark == "."
+                expected.append((rules.scale, skipped, mark == ".", pytest.approx(1e-3 * (1 + applied))))
             else:
-                assert not found["said"] and found["counters"] == (12, skipped)
-            assert found["scales"] == scales
-            done = pattern[: len(found["changed"])]
-            assert found["changed"] == [mark == "." for mark in done], "an overflow on one rank skips on all"
-            rates = [0.01 + 0.04 * max(0, done[: i + 1].count(".") - 1) / 50 for i in range(len(done))]
-            assert found["rates"] == pytest.approx(rates), "a skipped step does not advance the schedule"
+                assert not found["said"]
+            assert found["steps"] == expected, f"{pattern} under {fp16}"
+        assert 5 < ended < 190, "some end at the minimum, some do not"
+
+
+@pytest.mark.parametrize("size", (1, 2))
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_overflow_on_one_rank_in_one_micro_batch_skips_on_all(stage: int, size: int, world: Worlds) -> None:
+    pattern, fp16 = "OOO....O.O..", {"initial_scale_power": 4, "loss_scale_window": 3, "min_loss_scale": 2}
+    for (found,) in world(size).run(precision_uses.trajectories, stage=stage, patterns=[pattern], fp16=fp16):
+        assert found["scales"] == [16, 16, 8, 4, 4, 4, 4, 8, 8, 8, 4, 4, 4]
+        assert not found["said"] and found["counters"] == (12, 5)
+        assert found["changed"] == [mark == "." for mark in pattern]
+        rates = [0.01 + 0.04 * max(0, pattern[: i + 1].count(".") - 1) / 50 for i in range(len(pattern))]
+        assert found["rates"] == pytest.approx(rates), "a skipped step does not advance the schedule"
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "fp16"))
@@ -76,7 +125,7 @@ def test_the_loss_scale_follows_its_rules(stage: int, size: int, world: Worlds) 
 def test_stages_agree_in_sixteen_bits(size: int, dtype: str, world: Worlds) -> None:
     case = precision_uses.sixteen_bits
     limit = {"bf16": 0.06, "fp16": 0.02}[dtype]
-    for accumulation in (1, 8) if size < 4 else (8,):
+    for accumulation in (1, 8):
         wanted = world(size).run(case, stage=0, dtype=dtype, accumulation=accumulation)[0]
         for stage in (1, 2, 3):
             results = world(size).run(case, stage=stage, dtype=dtype, accumulation=accumulation)

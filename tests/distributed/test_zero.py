@@ -91,6 +91,12 @@ def test_single_states_are_what_was_set(stage: int, dtype: str, world: Worlds) -
     assert sum(found["parts"] for found in results) == (whole if stage else 2 * whole)
 
 
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_master_values_set_before_the_first_step_keep_their_digits(stage: int, world: Worlds) -> None:
+    for case in (dict(stage=stage, dtype="bf16"), dict(stage=stage, dtype="fp16")):
+        assert world(2).run(zero_uses.set_before_the_first_step, **case) == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("how", ("marked", "config"))
 def test_ranks_may_use_different_experts_of_a_leaf(how: str, world: Worlds) -> None:
     wanted = world(2).run(zero_uses.experts, stage=0, how="")[0]

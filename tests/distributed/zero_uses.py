@@ -288,6 +288,38 @@ def states(rank: int, world: int, *, stage: int, dtype: str) -> dict[str, Any]:
     return result
 
 
+class Backwards(nn.Module):
+    """Uses its layers in the order in which they are not registered, so groups are formed again at the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def set_before_the_first_step(rank: int, world: int, *, stage: int, dtype: str) -> tuple[bool, bool]:
+    """(groups are formed again at the first step otherwise, master values that were set keep all their digits)."""
+    config = {**make_config(stage, Recipe(), {"lr": 0.0}), dtype: {"enabled": True}}
+    labels, kept = [], False
+    for sets in (False, True):
+        torch.manual_seed(0)
+        engine = zrun_runtime.initialize(model=Backwards(), config=config)[0]
+        weight = engine.module.layers[1].weight
+        value = torch.linspace(0.1, 0.3, 300 * 300).view(300, 300)
+        if sets:
+            zero.safe_set_full_fp32_param(weight, value)
+        before = [group.spec.label for group in engine.zero.groups]
+        engine.backward(engine(torch.ones(1, 300, dtype=weight.dtype)).float().sum() / 300)
+        engine.step()
+        labels.append(before == [group.spec.label for group in engine.zero.groups])
+        kept = torch.equal(zero.safe_get_full_fp32_param(weight), value)
+    return labels == [False, True], kept
+
+
 # ---- leaves
 
 

@@ -21,7 +21,7 @@ from tests.folded import unfolded
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "zrunlab"
 PATIENCE = 30.0  # seconds for what should take one
-TOOLS = ("ip", "tc", "sshd", "ssh-keygen", "nsenter", "fish", "tcsh")
+TOOLS = ("ip", "sshd", "ssh-keygen", "nsenter", "fish", "tcsh")
 _SSHD_ROOM = "/run/sshd"  # sshd asks for it, an empty directory
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
@@ -45,6 +45,7 @@ class Node:
         self.address6 = f"fd99::{number:x}"
         self.wire = f"w{number}"  # its end at the switch
         self.sshd: subprocess.Popen[bytes] | None = None
+        self.cable: subprocess.Popen[bytes] | None = None  # what spoils it
         self.changed = False  # its server is not as it was built
 
     def words(self, *words: str) -> list[str]:
@@ -96,15 +97,25 @@ class Node:
     def plug_in(self) -> None:
         call("ip", "-n", self.lab.switch, "link", "set", self.wire, "up")
 
-    def spoil_cable(self) -> str:
-        """Makes its link slow and lossy, by what this kernel has. Returns what was done."""
-        netem = ("netem", "delay", "40ms", "loss", "2%")
-        kinds = (netem, ("tbf", "rate", "2mbit", "burst", "4kb", "latency", "20ms"))
-        for kind in kinds:
-            command = [tool("tc"), "-n", self.space, "qdisc", "add", "dev", "eth0", "root", *kind]
-            if subprocess.run(command, capture_output=True).returncode == 0:
-                return kind[0]
-        raise AssertionError("this kernel can neither delay nor limit packets")
+    def spoil_cable(self, delay: float, loss: float) -> None:
+        """Makes its cable slow and lossy: seconds and part of the packets, in each direction."""
+        tap = f"t{self.wire}"
+        program = str(Path(__file__).with_name("bad_cable.py"))
+        command = [sys.executable, program, self.wire, tap, str(delay), str(loss)]
+        self.cable = subprocess.Popen(
+            [tool("nsenter"), f"--net=/run/netns/{self.lab.switch}", *command], stdout=subprocess.PIPE
+        )
+        assert self.cable.stdout is not None and self.cable.stdout.readline() == b"ready\n"
+        call("ip", "-n", self.lab.switch, "link", "set", self.wire, "nomaster")
+        call("ip", "-n", self.lab.switch, "link", "set", tap, "master", "br0", "up")
+
+    def mend_cable(self) -> None:
+        """As it was."""
+        if self.cable is not None:
+            self.cable.kill()  # and with it its interface goes
+            self.cable.communicate()
+            self.cable = None
+            call("ip", "-n", self.lab.switch, "link", "set", self.wire, "master", "br0")
 
 
 class Lab:
@@ -148,7 +159,7 @@ class Lab:
         """Everything as `build` left it."""
         for node in self.nodes:
             node.plug_in()
-            subprocess.run([tool("tc"), "-n", node.space, "qdisc", "del", "dev", "eth0", "root"], capture_output=True)
+            node.mend_cable()
             if node.changed or node.sshd is None or node.sshd.poll() is not None:
                 node.stop_sshd()
                 for pid in node.pids():
@@ -161,6 +172,7 @@ class Lab:
         """Ends whatever runs in the namespaces, and takes them away."""
         for node in (self.desk, *self.nodes):
             node.stop_sshd()
+            node.mend_cable()
         remove_spaces([self.switch, *(node.space for node in (self.desk, *self.nodes))])
         if self._made_run:
             self._made_run = False

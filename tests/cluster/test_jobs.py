@@ -29,6 +29,15 @@ print("sum", int(t.item()), flush=True)
 d.destroy_process_group()
 """
 
+# How long it takes to connect to an SSH server.
+PING = """
+import socket, sys, time
+for _ in range(3):
+    start = time.monotonic()
+    socket.create_connection((sys.argv[1], 22)).close()
+    print(time.monotonic() - start)
+"""
+
 
 def run_job(
     lab: Lab, tmp_path: Path, script: str, *options: str, hosts: str = "", args=(), environ=None, timeout=40.0
@@ -165,8 +174,10 @@ def test_a_stopped_launcher_keeps_the_job(lab, tmp_path):
 
 
 def test_a_slow_and_lossy_network(lab, tmp_path):
-    lab.nodes[1].spoil_cable()
-    run = run_job(lab, tmp_path, MEET, timeout=60)
+    lab.nodes[1].spoil_cable(delay=0.03, loss=0.02)
+    times = call(*lab.desk.words(sys.executable, "-c", PING, lab.nodes[1].address)).split()
+    assert min(map(float, times)) >= 0.06
+    run = run_job(lab, tmp_path, MEET, "--lease", "5", timeout=60)
     assert run.out.count("sum 4") == 4
 
 

@@ -162,16 +162,25 @@ def test_a_restart_waits_for_the_lost_host(lab, tmp_path):
         assert len(ports) == 2 and run.out.count("up 1") == 4
 
 
+TRAIN = """
+import os, time, torch, zrun_runtime
+batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+model = torch.nn.Linear(4, 1)
+config = {**batch, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
+engine, *_ = zrun_runtime.initialize(model=model, config=config)
+print("up", os.environ["WORLD_SIZE"], "accumulates", engine.gradient_accumulation_steps(), flush=True)
+time.sleep(600 if os.environ["ZRUN_RESTART_COUNT"] == "0" else 0)
+"""
+
+
 def test_a_restart_goes_on_without_a_host_that_stays_away(lab, tmp_path):
-    script = "import os, time\nprint('up', os.environ['WORLD_SIZE'], flush=True)\n"
-    script += "time.sleep(600 if os.environ['ZRUN_RESTART_COUNT'] == '0' else 0)\n"
     options = ("--max_restarts", "1", "--min_nodes", "1", "--lease", "2", "--grace", "1", "--connect_timeout", "2")
-    with start(lab, tmp_path, script, *options) as run:
-        all_up(run, lab)
+    with start(lab, tmp_path, TRAIN, *options) as run:
+        run.wait_for(("up 4 accumulates 2", 4), 60)
         lab.nodes[0].pull_cable()
-        assert run.wait(50) == 0
+        assert run.wait(90) == 0
         assert "goes on without node-1: 1 of 2 hosts are left" in run.out
-        assert run.out.count("up 2") == 2
+        assert run.out.count("up 2 accumulates 4") == 2
 
 
 def parent(pid: int) -> int:

@@ -241,7 +241,7 @@ def test_a_traceback_of_a_worker_that_goes_on_is_shown_a_moment_later():
     talk.now = 1.0
     talk.console.tick()
     assert talk.lines() == []
-    talk.now = 3.0
+    talk.now = 6.0
     talk.console.tick()
     talk.errors(1, "after")
     assert talk.lines() == [

@@ -172,7 +172,7 @@ def test_tracebacks_of_ranks_that_go_on_are_folded():
     talk = Talk(2)
     for rank in (0, 1):
         talk.say(rank, "Traceback (most recent call last):", "KeyError: 1", stream="stderr")
-    talk.wait(3)
+    talk.wait(6)
     assert talk.lines() == ["[0-1] Traceback (most recent call last):", "[0-1] KeyError: 1"]
 
 

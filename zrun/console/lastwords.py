@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from zrun.events import WorkerExited, WorkerOutput
 from zrun.outputs import likeness
 
-PATIENCE = 2.0  # seconds from the last line to the end of the worker
+PATIENCE = 5.0  # seconds from the last line to the end of the worker; one with a GPU takes long to end
 MAX_CHARS = 32 * 1024  # a rank
 MAX_CHARS_IN_ALL = 4 * 1024 * 1024
 

@@ -19,7 +19,7 @@ from zrun.errors import HostLostError, UsageError
 from zrun.hostfile import Host
 from zrun.transport.base import AgentEnd
 from zrun.transport.ssh_config import Target
-from zrun.transport.ssh_login import Session, SshLogin
+from zrun.transport.ssh_login import Session, SshLogin, text_of
 from zrun.transport.ssh_options import SshOptions
 
 _TAIL = 16 * 1024  # bytes of stderr that are kept
@@ -166,7 +166,9 @@ class SshTransport:
             channel.exec_command(self._commands[host])
         except (paramiko.SSHException, OSError, EOFError) as error:
             target = session.target
-            raise HostLostError(f"{target} runs no program for us: {error}", f"try: {target.command()}") from None
+            raise HostLostError(
+                f"{target} runs no program for us: {text_of(error)}", f"try: {target.command()}"
+            ) from None
         return SshLink(session, channel)
 
     def close(self) -> None:

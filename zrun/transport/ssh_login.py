@@ -159,7 +159,7 @@ class SshLogin:
         except (paramiko.SSHException, OSError, EOFError) as error:
             session.close()
             raise HostLostError(
-                f"{jump} cannot connect to {target.hostname}:{target.port}: {_text(error)}", target.command()
+                f"{jump} cannot connect to {target.hostname}:{target.port}: {text_of(error)}", target.command()
             ) from None
         return Way(channel, jump=session)
 
@@ -173,7 +173,7 @@ class SshLogin:
         try:
             transport.start_client(timeout=_left(until))
         except (paramiko.SSHException, OSError, EOFError) as error:
-            words = _text(error)
+            words = text_of(error)
             if time.monotonic() >= until - 0.5:
                 raise self._too_late(target) from None
             raise HostLostError(
@@ -277,7 +277,7 @@ def _log_in(transport: paramiko.Transport, target: Target, until: float) -> None
                 f"{target} wants more than a key: {', '.join(more)}", f"zrun cannot do that; try: {target.command()}"
             )
     except (paramiko.SSHException, OSError, EOFError) as error:
-        tried.append(f"then it hung up ({_text(error)})")
+        tried.append(f"then it hung up ({text_of(error)})")
     keys = "; ".join(tried) or "no key was found"
     raise HostLostError(f"{target} refuses the login. Tried: {keys}", f"try: {target.command()}")
 
@@ -313,7 +313,7 @@ def _load(path: str, tried: list[str]) -> paramiko.PKey | None:
     except TypeError:  # how cryptography says the same of some formats
         tried.append(f"{path} (needs its passphrase: ssh-add {path})")
     except (paramiko.SSHException, OSError, ValueError, paramiko.pkey.UnknownKeyType) as error:
-        tried.append(f"{path} ({_text(error)})")
+        tried.append(f"{path} ({text_of(error)})")
     return None
 
 
@@ -387,7 +387,10 @@ def _left(until: float) -> float:
     return max(0.05, until - time.monotonic())
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """What went wrong with a connection, in words; many of these errors have none."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
     if isinstance(error, EOFError) or not str(error):
         return "the connection was closed"
     return getattr(error, "strerror", None) or str(error)

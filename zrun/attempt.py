@@ -74,7 +74,8 @@ class Attempt:
         self._queue: SimpleQueue[object] = SimpleQueue()
         self._signals = SignalQueue(self._queue)
         self._connections = [
-            Connection(host, spec, transport, self._queue) for host, spec in zip(job.hosts, job.specs, strict=True)
+            Connection(host, spec, transport, self._queue, place)
+            for place, (host, spec) in enumerate(zip(job.hosts, job.specs, strict=True))
         ]
         self._outcome = Outcome(job.specs, job.skews)
         self._feed = feed
@@ -114,20 +115,20 @@ class Attempt:
         if isinstance(item, Signalled):
             self._on_signal(item.number)
         elif isinstance(item, tuple):
-            node_rank, what = item
+            place, what = item
             if isinstance(what, Closed):
-                self._on_closed(node_rank, what)
+                self._on_closed(place, what)
             elif isinstance(what, Event):
-                self._connections[node_rank].taken()
-                self._on_event(node_rank, what)
+                self._connections[place].taken()
+                self._on_event(place, what)
 
     # ---- what happens ----------------------------------------------------------------------------------------------
 
-    def _on_event(self, node_rank: int, event: Event) -> None:
+    def _on_event(self, place: int, event: Event) -> None:
         if not isinstance(event, MemoryUsed):  # which is said by a thread of its own
             self._times.spoke_at = time.monotonic()
-        self._outcome.take(node_rank, event)
-        self._feed.handle(self._connections[node_rank].spec.host, event)
+        self._outcome.take(place, event)
+        self._feed.handle(self._connections[place].spec.host, event)
         if self._feed.left_out and not self._keeps_output:
             self._keeps_output = True
             self._tell("keep")
@@ -135,14 +136,14 @@ class Attempt:
         if failed or isinstance(event, AgentFailed):
             self._on_failure()
 
-    def _on_closed(self, node_rank: int, closed: Closed) -> None:
-        connection = self._connections[node_rank]
+    def _on_closed(self, place: int, closed: Closed) -> None:
+        connection = self._connections[place]
         if connection.closed:
             return  # it was given up before
         connection.closed = True
         connection.hang_up()
-        self._outcome.close(node_rank, closed.error)
-        if self._outcome.hosts[node_rank].lost is not None:
+        self._outcome.close(place, closed.error)
+        if self._outcome.hosts[place].lost is not None:
             self._on_failure()
 
     def _on_failure(self) -> None:
@@ -216,7 +217,7 @@ class Attempt:
             self._on_failure()
 
     def _lose(self, connection: Connection, why: str, hint: str = "") -> None:
-        self._on_closed(connection.spec.node_rank, Closed(HostLostError(why, hint)))
+        self._on_closed(connection.place, Closed(HostLostError(why, hint)))
 
     def _stop(self, number: int) -> None:
         if self._times.give_up_at is None:

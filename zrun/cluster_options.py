@@ -29,6 +29,12 @@ _OPTIONS = (
         help="To reach a host and log in.",
     ),
     click.option("--iface", default="", metavar="NAME", help="The network interface of all ranks. Default: found out."),
+    click.option(
+        "--no_ssh", is_flag=True, help="Start only the workers of --node_rank; every host has a zrun of its own."
+    ),
+    click.option(
+        "--node_rank", type=click.IntRange(min=0), metavar="N", help="With --no_ssh: which host this is, from 0."
+    ),
     click.option("--no_preflight", is_flag=True, help="Start also on hosts that differ or lack something."),
     click.option(
         "--max_restarts",

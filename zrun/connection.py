@@ -56,11 +56,13 @@ class Connection:
     """A host, from the start of its agent to its end.
 
     Args:
-        queue: receives (node_rank, event), and (node_rank, Closed) as the last one.
+        queue: receives (place, event), and (place, Closed) as the last one.
+        place: of the host among those that the supervisor has.
     """
 
-    def __init__(self, host: Host, spec: JobSpec, transport: Transport, queue: SimpleQueue[object]) -> None:
+    def __init__(self, host: Host, spec: JobSpec, transport: Transport, queue: SimpleQueue[object], place: int) -> None:
         self.spec = spec
+        self.place = place
         self.greeted = False
         self.closed = False  # set by the supervisor, when it has heard of it
         self.silent = False  # set by the supervisor: nothing will be heard of it any more
@@ -121,7 +123,7 @@ class Connection:
             error = problem
         except (OSError, ValueError) as problem:  # the link was closed under our feet
             error = HostLostError(str(problem))
-        self._queue.put((self.spec.node_rank, Closed(error)))
+        self._queue.put((self.place, Closed(error)))
 
     def _begin(self) -> Link | None:
         """None if the job is over before it has begun here; the agent sees that from the end of its stdin."""
@@ -148,4 +150,4 @@ class Connection:
 
     def _put(self, event: Event) -> None:
         self._room.acquire()
-        self._queue.put((self.spec.node_rank, event))
+        self._queue.put((self.place, event))

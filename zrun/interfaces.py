@@ -6,6 +6,10 @@ import ctypes
 import ipaddress
 import socket
 
+from zrun.errors import UsageError
+
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # variables that tell gloo and NCCL which one to use
+
 
 class _Entry(ctypes.Structure):
     """struct ifaddrs, as far as it is read."""
@@ -46,6 +50,26 @@ def interface_of(address: str) -> str:
     """The interface that has an address; empty if none has."""
     plain = plain_address(address)
     return next((name for name, has in list_addresses() if has == plain), "")
+
+
+def interface_to(name: str) -> str:
+    """The interface by which this host sends to a name or address; empty if that cannot be told. Sends nothing.
+
+    Raises:
+        UsageError: nobody knows the name.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise UsageError(
+            f"{name}, where rank 0 will be, is not known here: {error.strerror}", "give its address with --master_addr"
+        ) from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(place)
+            return interface_of(probe.getsockname()[0])
+        except OSError:
+            return ""
 
 
 def plain_address(address: str) -> str:

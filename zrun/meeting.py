@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zrun.fitness import Witness
+from zrun.interfaces import IFNAMES
 from zrun.prepare import Job
-
-_IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def with_meeting(job: Job, meeting: Meeting, kind: tuple[str, str], witnesses: S
     device, backend = kind
     specs = []
     for host, spec, witness, interface in zip(job.hosts, job.specs, witnesses, meeting.interfaces, strict=True):
-        told = {name: interface for name in _IFNAMES if interface and name not in spec.environment}
+        told = {name: interface for name in IFNAMES if interface and name not in spec.environment}
         devices = tuple(witness.facts.gpus[slot] for slot in host.slot_numbers) if device == "cuda" else ()
         is_python = bool(host.python) and spec.command[0] == host.python
         specs.append(

@@ -23,6 +23,7 @@ class HostState:
     """What is known of one host's share."""
 
     spec: JobSpec
+    skew: float = 0.0  # seconds that its clock is ahead of ours
     log_dirs: dict[int, str] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)  # by rank
     exits: dict[int, WorkerExited] = field(default_factory=dict)  # by rank
@@ -63,8 +64,7 @@ class Outcome:
     """
 
     def __init__(self, specs: Sequence[JobSpec], skews: Sequence[float] = ()) -> None:
-        self.hosts = [HostState(spec) for spec in specs]
-        self._skews = tuple(skews) or (0.0,) * len(specs)
+        self.hosts = [HostState(spec, skew) for spec, skew in zip(specs, skews or (0.0,) * len(specs), strict=True)]
         self.interrupted_by: int | None = None  # the signal that ended the launcher
         self._first: HostState | None = None  # the host on which something went wrong first
         self._silent_seconds: float | None = None  # all ranks were, and were ended for it
@@ -74,9 +74,9 @@ class Outcome:
         """Something went wrong, or somebody wants the end."""
         return self._first is not None or self.interrupted_by is not None
 
-    def take(self, node_rank: int, event: Event) -> None:
+    def take(self, place: int, event: Event) -> None:
         """An event of a host."""
-        host = self.hosts[node_rank]
+        host = self.hosts[place]
         if isinstance(event, WorkerStarted):
             host.log_dirs[event.rank] = event.log_dir
             host.pids[event.rank] = event.pid
@@ -89,9 +89,9 @@ class Outcome:
         if host.failures or host.failed is not None:
             self._blame(host)
 
-    def close(self, node_rank: int, error: ZrunError | None) -> None:
+    def close(self, place: int, error: ZrunError | None) -> None:
         """The link to a host has ended."""
-        host = self.hosts[node_rank]
+        host = self.hosts[place]
         if host.done is None or error is not None:
             host.lost = error or HostLostError("its agent ended before the job did")
             self._blame(host)
@@ -154,7 +154,7 @@ class Outcome:
         return host, event
 
     def _when(self, host: HostState, event: WorkerExited) -> float:
-        return event.at - self._skews[host.spec.node_rank]
+        return event.at - host.skew
 
     def _worker_report(self, host: HostState, event: WorkerExited) -> FailureReport:
         code = event.returncode

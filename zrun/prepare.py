@@ -16,6 +16,7 @@ from zrun.errors import UsageError
 from zrun.filters import Limits, limit_hosts
 from zrun.hostfile import Host
 from zrun.hosts import find_hosts
+from zrun.interfaces import IFNAMES, interface_to
 from zrun.job import JobSpec, JobView
 from zrun.machine import ThisMachine
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
@@ -24,6 +25,7 @@ from zrun.topology import RankAssignment, assign_ranks, give_devices, used_hosts
 
 SMOKE_MODULE = "zrun_runtime.commands.smoke"
 _HOSTFILE_LINE = re.compile(rb"^[^\s#]\S*\s+slots\s*=\s*\d+", re.MULTILINE)
+_PORT_WITHOUT_SSH = 29_500  # where nobody can tell the hosts which one is free
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
@@ -65,8 +67,8 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     places = _place(config, merged, cwd, hosts, remarks)
     ranks = assign_ranks(places.hosts)
     # Of another machine the port is looked at there; the one claimed here then only has a number.
-    asked = config.master_port if places.here[0] else None
-    port = claim_port(asked) if asked is not None else claim_free_port()
+    number = config.master_port or (_PORT_WITHOUT_SSH if config.no_ssh else None)
+    port = claim_port(number) if number is not None and places.here[0] else claim_free_port()
     first = JobSpec(
         job_id=_new_id(),
         host=places.hosts[0].name,
@@ -76,7 +78,7 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
         first_rank=0,
         local_world_size=places.hosts[0].slots,
         master_addr=config.master_addr or places.master_addr,
-        master_port=config.master_port or port.number,
+        master_port=number or port.number,
         device=places.device,
         backend=places.backend,
         command=command.argv,
@@ -93,7 +95,27 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     )
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)
-    return Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here)
+    job = Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here)
+    return _own_share(job, config, merged) if config.no_ssh else job
+
+
+def _own_share(job: Job, config: LaunchConfig, environ: Mapping[str, str]) -> Job:
+    """What this host has to do of a job that has a zrun on each of its hosts.
+
+    Raises:
+        UsageError: there is no such host, or its way to rank 0 is not known.
+    """
+    at = config.node_rank or 0
+    if at >= len(job.hosts):
+        raise UsageError(f"--node_rank {at}: the hosts are {len(job.hosts)}, counted from 0", "see --dry_run")
+    spec = job.specs[at]
+    interface = config.iface or (interface_to(spec.master_addr) if len(job.hosts) > 1 else "")
+    told = {name: interface for name in IFNAMES if interface and name not in environ}
+    spec = dataclasses.replace(spec, environment={**spec.environment, **told})
+    last = spec.first_rank + spec.local_world_size - 1
+    which = f"this is host {at} of {len(job.hosts)}, {spec.host}, with ranks {spec.first_rank}-{last}"
+    remarks = (*job.remarks, ("info", f"{which}; the others are started by somebody else"))
+    return dataclasses.replace(job, hosts=(job.hosts[at],), specs=(spec,), here=(True,), remarks=remarks)
 
 
 def _share(first: JobSpec, places: _Places, elsewhere: dict[str, str]) -> tuple[JobSpec, ...]:
@@ -176,7 +198,9 @@ def _place(
         pool = [Host("localhost", choice.slots, where=where)]
         hosts = limit_hosts(pool, Limits(config.include, config.exclude))
     hosts = used_hosts(hosts)
-    here = tuple(machine.is_host(host) for host in hosts)
+    here = tuple(
+        machine.is_host(host) if config.node_rank is None else at == config.node_rank for at, host in enumerate(hosts)
+    )
     if device == "cuda":
         hosts = give_devices(hosts, here, gpus.visible)
         _remark_visible(environ.get("CUDA_VISIBLE_DEVICES"), config, here, remarks)

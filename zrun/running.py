@@ -128,7 +128,7 @@ class Run:
         return self._ready(self._prepare(self._wait_for_hosts(say)))
 
     def _port_was_stolen(self, report: FailureReport) -> bool:
-        if self._stolen or self._config.master_port is not None or report.rank != 0:
+        if self._stolen or self._config.master_port is not None or self._config.no_ssh or report.rank != 0:
             return False
         port = str(self._job.specs[0].master_port)
         return port in report.traceback and any(words in report.traceback for words in _STOLEN)

@@ -58,6 +58,8 @@ class LaunchConfig:
     connect_timeout: float = 20.0  # seconds
     no_preflight: bool = False
     iface: str = ""  # empty: found out
+    no_ssh: bool = False  # only the workers of `node_rank` are started, and by us
+    node_rank: int | None = None
     max_restarts: int = 0
     min_nodes: int | None = None  # None: all
     stall_timeout: float | None = None  # seconds; None: no limit
@@ -74,6 +76,15 @@ class LaunchConfig:
             raise UsageError("--plain and --json do not go together", "drop one")
         if (self.module or self.no_python) and not self.script:
             raise UsageError("--module and --no_python need something to run", "name it after the options")
+        if self.no_ssh != (self.node_rank is not None):
+            raise UsageError(
+                "--no_ssh and --node_rank go together: which of the hosts is this one?",
+                "on the first host of the hostfile it is --node_rank 0; with SSH, start zrun once and without both",
+            )
+        if self.no_ssh and (self.max_restarts or self.min_nodes):
+            raise UsageError(
+                "--no_ssh does not go with --max_restarts: no zrun sees all hosts", "leave one of them out"
+            )
         if math.isnan(self.grace) or math.isnan(self.lease):
             raise UsageError("--grace and --lease are numbers of seconds")
         if self.local_rank_arg not in ("auto", *LOCAL_RANK_STYLES):

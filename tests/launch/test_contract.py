@@ -137,6 +137,31 @@ def test_two_agents_on_this_machine_are_two_nodes(tmp_path, monkeypatch, capfd):
     assert {"one", "two"} <= hosts
 
 
+def test_a_zrun_on_each_host_where_there_is_no_ssh(tmp_path):
+    script = """
+        import os, torch, torch.distributed as d
+        d.init_process_group("gloo")
+        t = torch.tensor([float(os.environ["RANK"])])
+        d.all_reduce(t)
+        names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE GROUP_RANK GLOO_SOCKET_IFNAME".split()
+        print("sum", int(t.item()), *(os.environ[name] for name in names), flush=True)
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    (tmp_path / "hosts").write_text("first slots=1 addr=127.0.0.1\nsecond slots=2\n")
+    (tmp_path / "b").mkdir()
+    words = ("--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--master_port", port, *CPU)
+    with (
+        job(tmp_path, script, *words, "--node_rank", "0") as one,
+        job(tmp_path / "b", script, *words, "--node_rank", "1") as two,
+    ):
+        assert (one.wait(60), two.wait(60)) == (0, 0)
+    said = sorted(line.partition("sum ")[2] for line in (one.out + two.out).splitlines() if "] sum " in line)
+    assert said == ["3 0 0 1 3 0 lo", "3 1 0 2 3 1 lo", "3 2 1 2 3 1 lo"]
+    assert "this is host 1 of 2, second, with ranks 1-2" in two.out
+
+
 def test_a_failure_on_one_node_stops_the_other(tmp_path, capfd):
     (tmp_path / "script.py").write_text(
         "import os, time\nif os.environ['GROUP_RANK'] == '1': raise SystemExit(7)\ntime.sleep(600)\n"
@@ -236,6 +261,9 @@ def test_a_port_that_is_taken(tmp_path):
         (["--include", "a", "--exclude", "b", "script.py"], ["--include", "--exclude"]),
         (["--show_ranks", "0,7", *CPU, "script.py"], ["--show_ranks 0,7", "no rank 7", "0-0"]),
         (["--show_ranks", "x", *CPU, "script.py"], ["--show_ranks x", "0,3-5"]),
+        (["--no_ssh", "script.py"], ["--node_rank", "go together"]),
+        (["--hostfile", "hosts", "--no_ssh", "--node_rank", "1", *CPU, "script.py"], ["--node_rank 1", "hosts are 1"]),
+        (["--no_ssh", "--node_rank", "0", "--max_restarts", "1", "script.py"], ["--max_restarts"]),
         (["--profile", "profile.yaml", "script.py"], ["profile.yaml:1:10", "num_gpus?"]),
     ],
 )

@@ -129,7 +129,7 @@ def test_wrong_lines(refuse, words, said):
     [
         (["--launcher", "pdsh", "x"], "SSH"),
         (["--nnodes=2", "x"], "--num_nodes N"),
-        (["--node-rank", "1", "x"], "--hostfile"),
+        (["--machine_rank", "1", "x"], "--hostfile"),
         (["--enable_each_rank_log=logs", "x"], "--log_dir"),
         (["--num-processes", "2", "x"], "--num_gpus"),
         (["--gpu_ids", "0", "x"], "--include"),

@@ -93,4 +93,5 @@ def initialize(
     if world.rank == 0:
         compare_batch_sizes(args, engine.settings)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
+    engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler

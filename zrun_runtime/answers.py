@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zrun_runtime.collectives import Collectives
-from zrun_runtime.config import Config
+from zrun_runtime.config_answers import ConfigAnswers
 from zrun_runtime.distributed import World
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.precision import DTYPES, DtypePolicy
@@ -18,10 +18,10 @@ from zrun_runtime.zero_model import ZeroModel
 _MOMENTUM_IN_BETAS = "betas"
 
 
-class EngineAnswers(nn.Module):
+class EngineAnswers(ConfigAnswers):
     """Questions only: nothing here changes anything. `Engine` sets the fields."""
 
-    settings: Config
+    module: nn.Module
     zero: ZeroModel
     window: Window
     collectives: Collectives
@@ -62,6 +62,16 @@ class EngineAnswers(nn.Module):
     def mp_world_size(self) -> int:
         """Ranks that share one copy of the model's computation: always 1."""
         return 1
+
+    @property
+    def data_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The process group of the ranks that train together."""
+        return self.world.data
+
+    dp_process_group = seq_data_parallel_group = data_parallel_group
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: a sequence is never split over ranks."""
 
     # ---- optimizer and schedule
 
@@ -106,6 +116,16 @@ class EngineAnswers(nn.Module):
         """The config's arguments of the schedule."""
         return dict(self.settings.scheduler.params) if self.settings.scheduler else None
 
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter of the model."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    @property
+    def gradient_average(self) -> bool:
+        """A gradient is the mean over ranks, not their sum."""
+        return not self.window.sums
+
     # ---- batch sizes
 
     def train_batch_size(self) -> int:
@@ -139,18 +159,6 @@ class EngineAnswers(nn.Module):
     def config(self) -> dict[str, Any]:
         """The config as it was given."""
         return self.settings.raw
-
-    def gradient_clipping(self) -> float:
-        """The largest L2 norm of the whole model's gradient; 0: any."""
-        return self.settings.gradient_clipping
-
-    def steps_per_print(self) -> int | None:
-        """A line is printed every so many steps; None: never."""
-        return self.settings.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """The config's key of this name."""
-        return self.settings.wall_clock_breakdown
 
     def fp16_enabled(self) -> bool:
         """Parameters are fp16."""
@@ -201,10 +209,6 @@ class EngineAnswers(nn.Module):
         """Parameters are sharded."""
         return self.zero.settings.plan.shards_params
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """The config's stage3_gather_16bit_weights_on_model_save."""
-        return self.settings.zero.gather_16bit_weights_on_model_save
-
     def zero_offload_optimizer(self) -> Any:
         """The config's section of this name; None if it is off."""
         section = self.settings.zero.offload_optimizer
@@ -214,11 +218,3 @@ class EngineAnswers(nn.Module):
         """The config's section of this name; None if it is off."""
         section = self.settings.zero.offload_param
         return section if section.device != "none" else None
-
-    def zero_reduce_bucket_size(self) -> int:
-        """Elements: the upper bound of what is reduced at once."""
-        return self.settings.zero.reduce_bucket_size
-
-    def zero_allgather_bucket_size(self) -> int:
-        """Elements: the config's key."""
-        return self.settings.zero.allgather_bucket_size

@@ -14,6 +14,7 @@ from zrun_runtime.data import LoaderOptions, build_loader
 from zrun_runtime.engine_state import EngineState
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
+from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
 from zrun_runtime.progress import Progress, StepReport
 from zrun_runtime.telemetry import notice
@@ -64,6 +65,10 @@ class Engine(EngineState):
         self._last: Verdict | None = None
         self._scaled = False  # the caller scaled a loss of this window
         self.window.on_plain_backward = self._begin_plain_backward
+        if updater is not None:
+            sharded = zero.settings.plan.shards_params
+            name_optimizer(updater.optimizer, config.gradient_clipping, self.dynamic_loss_scale(), sharded)
+            self._tell_optimizer()
 
     # ---- forward, backward, step
 
@@ -171,6 +176,7 @@ class Engine(EngineState):
         self.global_steps += 1
         self._scaled = False
         self._report(verdict)
+        self._tell_optimizer()
 
     def _skip(self) -> None:
         self.skipped_steps += 1
@@ -197,6 +203,11 @@ class Engine(EngineState):
             raise LossScaleError(f"{error.message}; the first gradient that is not: {culprit}", error.hint) from None
         if overflow and self.collectives.world.rank == 0:
             notice("info", self.scaler.change_since(before))
+
+    def _tell_optimizer(self) -> None:
+        if self.updater is not None:
+            overflow, norm = self._last is not None and not self._last.finite, self.get_global_grad_norm()
+            tell_optimizer(self.updater.optimizer, overflow=overflow, loss_scale=self.loss_scale(), norm=norm)
 
     def _samples(self) -> int:
         if self.window.managed:

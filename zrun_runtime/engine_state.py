@@ -17,6 +17,7 @@ class EngineState(AccumulationControl):
     """The part of the engine that gives and takes weights."""
 
     module: nn.Module
+    training_dataloader: Any = None  # what `initialize` made of its training_data
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

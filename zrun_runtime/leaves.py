@@ -70,6 +70,32 @@ def unset_z3_leaf_modules(
     return _mark(model, leaf_module_classes, False, raise_if_not_found, "unset_z3_leaf_modules")
 
 
+def set_z3_leaf_modules_by_name(model: nn.Module, leaf_names: Sequence[str]) -> list[nn.Module]:
+    """The same for modules by their paths in the model.
+
+    Raises:
+        ParameterError: none was found.
+    """
+    return _found(leaf_names, [m for name, m in model.named_modules() if name in leaf_names])
+
+
+def set_z3_leaf_modules_by_suffix(model: nn.Module, leaf_name_suffixes: Sequence[str]) -> list[nn.Module]:
+    """The same for modules whose path in the model ends with one of these.
+
+    Raises:
+        ParameterError: none was found.
+    """
+    return _found(leaf_name_suffixes, [m for n, m in model.named_modules() if n.endswith(tuple(leaf_name_suffixes))])
+
+
+def _found(wanted: Sequence[str], modules: list[nn.Module]) -> list[nn.Module]:
+    if not modules:
+        raise ParameterError(f"set_z3_leaf_modules: no module of the model is {', '.join(wanted)}", "give other paths")
+    for module in modules:
+        set_z3_leaf_module(module, True)
+    return modules
+
+
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take its mark away."""
     setattr(model, _MARK, flag)

@@ -129,6 +129,8 @@ def answers(rank: int, world: int, *, stage: int) -> dict[str, Any]:
         *("zero_optimization_partition_weights", "zero_gather_16bit_weights_on_model_save", "zero_offload_param"),
         *("fp16_enabled", "bfloat16_enabled", "dynamic_loss_scale", "loss_scale", "get_data_types"),
         *("was_step_applied", "get_global_grad_norm", "is_gradient_accumulation_boundary"),
+        *("zero_overlap_comm", "zero_prefetch_bucket_size", "zero_cpu_offload", "zero_has_nvme_offload"),
+        *("torch_autocast_enabled", "torch_autocast_dtype", "prescale_gradients", "curriculum_enabled_legacy"),
     )
     found = {name: getattr(engine, name)() for name in names}
     fields = ("global_rank", "local_rank", "world_size", "dp_world_size", "mp_world_size", "communication_data_type")
@@ -140,6 +142,9 @@ def answers(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     engine.set_train_batch_size(8 * world * 3)
     found["sizes"].append(engine.get_batch_info())
     found["config"] = engine.config["zero_optimization"]["stage"]
+    found["named"] = set(engine.param_names.values()) == {name for name, _ in engine.module.named_parameters()}
+    found["average"], found["none"] = engine.gradient_average, (engine.mpu, engine.training_dataloader)
+    found["group"] = torch.distributed.get_world_size(engine.data_parallel_group)
     return found
 
 

@@ -86,6 +86,8 @@ def scripted(rank: int, world: int, *, stage: int, scripts: list[tuple[str, dict
                 engine.backward(loss * float("inf") if mark == str(rank) else loss)
                 engine.step()
                 steps.append((engine.loss_scale(), engine.skipped_steps, engine.was_step_applied(), engine.get_lr()[0]))
+                assert engine.optimizer.overflow != engine.was_step_applied()
+                assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scale()
         except ZeroRuntimeError as error:
             said = str(error)
         found.append({"steps": steps, "said": said})

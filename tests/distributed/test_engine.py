@@ -62,6 +62,11 @@ def test_answers(stage: int, world: Worlds) -> None:
         assert found["loss_scale"] == 1.0 and not found["dynamic_loss_scale"]
         assert not found["was_step_applied"] and found["get_global_grad_norm"] is None
         assert not found["is_gradient_accumulation_boundary"]
+        assert found["zero_overlap_comm"] is None and found["zero_prefetch_bucket_size"] == 50_000_000
+        assert not found["zero_cpu_offload"] and not found["zero_has_nvme_offload"]
+        assert not found["torch_autocast_enabled"] and found["torch_autocast_dtype"] is None
+        assert not found["prescale_gradients"] and not found["curriculum_enabled_legacy"]
+        assert found["named"] and found["average"] and found["none"] == (None, None) and found["group"] == 2
         ranks = [found[name] for name in ("global_rank", "local_rank", "world_size", "dp_world_size", "mp_world_size")]
         assert ranks == [rank, rank, 2, 2, 1]
 

@@ -93,8 +93,8 @@ def test_single_states_are_what_was_set(stage: int, dtype: str, world: Worlds) -
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_master_values_set_before_the_first_step_keep_their_digits(stage: int, world: Worlds) -> None:
-    for case in (dict(stage=stage, dtype="bf16"), dict(stage=stage, dtype="fp16")):
-        assert world(2).run(zero_uses.set_before_the_first_step, **case) == [(True, True)] * 2
+    for dtype in ("bf16", "fp16"):
+        assert world(2).run(zero_uses.set_before_the_first_step, stage=stage, dtype=dtype) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("how", ("marked", "config"))
@@ -119,6 +119,23 @@ def test_no_leaf_is_found() -> None:
     assert zero.set_z3_leaf_modules(model, ["Linear", "0"]) == [model[0]]
     assert zero.z3_leaf_module(model[0]) and zero.get_z3_leaf_modules(model) == [model[0]]
     assert zero.unset_z3_leaf_modules(model, ["0"]) == [model[0]] and not zero.get_z3_leaf_modules(model)
+
+
+def test_leaves_by_path() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert zero.set_z3_leaf_modules_by_name(model, ["1.0"]) == [model[1][0]] == zero.get_z3_leaf_modules(model)
+    assert zero.set_z3_leaf_modules_by_suffix(model, [".0"]) == [model[1][0]]
+    with pytest.raises(zero_uses.zrun_runtime.ParameterError, match="no module of the model is 2"):
+        zero.set_z3_leaf_modules_by_name(model, ["2"])
+    with pytest.raises(zero_uses.zrun_runtime.ParameterError, match=r"no module of the model is \.9"):
+        zero.set_z3_leaf_modules_by_suffix(model, [".9"])
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_generating_with_the_whole_model_between_steps(stage: int, world: Worlds) -> None:
+    for found in world(2).run(zero_uses.generating, stage=stage):
+        assert found["same"], "values are full, whatever the order of calls"
+        assert found["steps"] == 2
 
 
 def test_estimates_follow_the_published_formulas(capsys: pytest.CaptureFixture[str]) -> None:

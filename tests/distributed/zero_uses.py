@@ -320,6 +320,31 @@ def set_before_the_first_step(rank: int, world: int, *, stage: int, dtype: str) 
     return labels == [False, True], kept
 
 
+def generating(rank: int, world: int, *, stage: int) -> dict[str, Any]:
+    """Calls of single parts of the model between steps, by our name for it and as TRL does it at stage 3."""
+    engine = stack_engine(stage)
+    features = torch.ones(2, WIDTH)
+    results, wanted = [], []
+    for step in range(2):
+        engine.backward(loss_of(engine, Spot(step, rank, 0)))
+        engine.step()
+        with zero.GatheredParameters(list(engine.module.parameters())):
+            whole = copy.deepcopy(engine.module)
+        wanted.append(whole.blocks[1](whole.blocks[2](whole.stem(features))))
+        with zero.unwrap_model_for_generation(engine) as model:
+            results.append(model.blocks[1](model.blocks[2](model.stem(features))))
+        if hasattr(engine.optimizer, "parameter_offload"):
+            with zero.GatheredParameters(engine.parameters()):
+                offload = engine.optimizer.parameter_offload
+                assert not offload.module.ds_external_parameters()
+                for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                    hook.remove()
+                results[-1] = engine.module.blocks[1](engine.module.blocks[2](engine.module.stem(features)))
+                offload._register_deepspeed_module(offload.module)
+    same = all(torch.equal(one, other) for one, other in zip(results, wanted, strict=True))
+    return {"same": same, "steps": engine.global_steps}
+
+
 # ---- leaves
 
 

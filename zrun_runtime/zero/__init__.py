@@ -8,6 +8,8 @@ from zrun_runtime.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -34,7 +36,7 @@ from zrun_runtime.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from zrun_runtime.zero.gathering import GatheredParameters
+from zrun_runtime.zero.gathering import GatheredParameters, unwrap_model_for_generation
 from zrun_runtime.zero.homes import remember
 from zrun_runtime.zero.init import Init
 
@@ -65,8 +67,11 @@ __all__ = [
     "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unregister_external_parameter",
     "unset_z3_leaf_modules",
+    "unwrap_model_for_generation",
     "z3_leaf_module",
 ]
 

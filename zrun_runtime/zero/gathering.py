@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from zrun_runtime.engine import Engine
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.zero.homes import Place, place_of
 
@@ -54,6 +56,13 @@ class GatheredParameters:
         heard = place.collectives.exchange(group.ticket, (float(edited),)).wait()
         if bool(heard[:, 0].any()):
             group.store(self.source)
+
+
+@contextmanager
+def unwrap_model_for_generation(engine: Engine) -> Iterator[nn.Module]:
+    """The model of an engine, all of its values full meanwhile: to generate with it, in the order one likes."""
+    with GatheredParameters(list(engine.module.parameters())):
+        yield engine.module
 
 
 def _versions(place: Place) -> list[int]:

@@ -74,7 +74,7 @@ def init_distributed(
         raise DistributedError(
             f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun"
         )
-    backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if _wants_cuda() else "gloo")
+    backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if wants_cuda() else "gloo")
     if world_size == 1 and init_method is None and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -107,15 +107,15 @@ def current_world() -> World:
     if group is None:
         raise DistributedError("the default process group is gone", "call zrun_runtime.init_distributed() first")
     backend = dist.get_backend(group)
-    local_rank = _number(_LOCAL_RANK, 0)
+    local = local_rank()
     control = group if "gloo" in backend else _control_groups.get(group)
     if control is None:
         control = _control_groups[group] = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return World(
         dist.get_rank(group),
         dist.get_world_size(group),
-        local_rank,
-        training_device(local_rank, backend),
+        local,
+        training_device(local, backend),
         backend,
         group,
         control,
@@ -135,7 +135,7 @@ def first_world_size() -> int | None:
 
 def training_device(local_rank: int, backend: str) -> torch.device:
     """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else a GPU if the backend can reach it."""
-    if not _wants_cuda() or "nccl" not in backend:
+    if not wants_cuda() or "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
@@ -147,7 +147,13 @@ def training_device(local_rank: int, backend: str) -> torch.device:
     return device
 
 
-def _wants_cuda() -> bool:
+def local_rank() -> int:
+    """The number of this process among those of its host."""
+    return _number(_LOCAL_RANK, 0)
+
+
+def wants_cuda() -> bool:
+    """There is a GPU, and the launcher did not choose the CPU."""
     return os.environ.get("ZRUN_DEVICE", "cuda") == "cuda" and torch.cuda.is_available()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 import zrun_runtime
-from zrun_runtime.distributed import DEFAULT_TIMEOUT
+from zrun_runtime.distributed import DEFAULT_TIMEOUT, local_rank
 from zrun_runtime.errors import DistributedError
 from zrun_runtime.telemetry import notice
 
@@ -54,6 +54,11 @@ def is_initialized() -> bool:
     """There is a process group; also tells accelerate of its backend ([Note: accelerate on the CPU])."""
     _tell_accelerate()
     return dist.is_initialized()
+
+
+def get_local_rank() -> int:
+    """The number of this process among those of its host."""
+    return local_rank()
 
 
 def _accelerate_state() -> dict[str, Any]:

@@ -43,6 +43,12 @@ def remember(engine: Engine) -> None:
     _engines[:] = [weakref.ref(engine), *(known for known in _engines if known() is not None)]
 
 
+def engine_of(optimizer: object) -> Engine | None:
+    """The engine that steps this optimizer, if one does."""
+    engines = (known() for known in _engines)
+    return next((e for e in engines if e is not None and e.optimizer is optimizer and optimizer is not None), None)
+
+
 def place_of(parameter: Tensor) -> Place | None:
     """Where the values of a parameter are; None if it is nobody's, and simply has them."""
     if not isinstance(parameter, nn.Parameter):

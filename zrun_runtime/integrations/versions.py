@@ -1,0 +1,17 @@
+"""`deepspeed.git_version_info`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import torch
+
+version = metadata.version("deepspeed")
+git_hash = git_branch = "zrun"
+torch_info = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}

@@ -114,9 +114,10 @@ class Engine(EngineState):
                 f"backward: expected a scalar loss with a graph, got {_describe(loss)}",
                 "compute the loss from the engine's output, with gradients enabled",
             )
+        steps = self.settings.accumulation_steps
+        self._losses.append(loss.detach() if scale_wrt_gas else loss.detach() * steps)
         if scale_wrt_gas:
-            self._losses.append(loss.detach())
-            loss = loss / self.settings.accumulation_steps
+            loss = loss / steps
         scaled = self._times_scale(loss)
         hooks = self.zero.hooks
         with self.window.drive():
@@ -165,6 +166,7 @@ class Engine(EngineState):
         if self.updater is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
         verdict = self.zero.vote(self._losses, self.loss_scale())
+        self.updater.say_overflow(not verdict.finite)
         if verdict.finite:
             self.zero.update(verdict)
             if self.lr_scheduler is not None:

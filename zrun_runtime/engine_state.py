@@ -53,6 +53,13 @@ class EngineState(AccumulationControl):
         found.update((prefix + k, v) for k, v in state.items() if not (exclude_frozen_parameters and k in frozen))
         return found
 
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """As `module_state_dict` on rank 0, None elsewhere; trainers call it by this name. A collective."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.world.rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
     def load_module_state_dict(
         self,
         checkpoint: Mapping[str, Any],

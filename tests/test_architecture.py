@@ -144,6 +144,11 @@ STAGE_NAMES = {
     "zrun_runtime.zero.estimate": "names of the field",
     "zrun_runtime.zero": "names of the field",
     "zrun_runtime.commands.smoke": "writes configs, as any program that uses the runtime does",
+    "zrun_runtime.integrations.optimizers": "names of the field",
+    "zrun_runtime.integrations.config": "names of the field",
+    "zrun_runtime.integrations.enums": "names of the field",
+    "zrun_runtime.integrations.site.deepspeed._names": "names of the field",
+    "zrun_runtime.engine_state:EngineState._zero3_consolidated_16bit_state_dict": "trainers call it by this name",
     "zrun_runtime.answers:EngineAnswers.zero_optimization_stage": "a method of the field, which scripts ask",
 }
 

@@ -42,17 +42,9 @@ class DeepSpeedAccelerator:
         """GPUs that are visible; on the CPU the ranks of this host."""
         return torch.cuda.device_count() if self._on_cuda else int(os.environ.get("LOCAL_SIZE", "1"))
 
-    def current_device(self) -> int | str:
-        """The number of the current GPU, or "cpu"."""
-        return torch.cuda.current_device() if self._on_cuda else self._name
-
     def current_device_name(self) -> str:
         """cpu, or cuda:N."""
         return self.device_name(torch.cuda.current_device()) if self._on_cuda else self._name
-
-    def is_available(self) -> bool:
-        """There is such a device."""
-        return not self._on_cuda or torch.cuda.is_available()
 
     def communication_backend_name(self) -> str:
         """nccl or gloo."""
@@ -82,9 +74,6 @@ class DeepSpeedAccelerator:
 
     # ---- memory, random numbers, builders
 
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._torch)})
-
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes of tensors on the device; on the CPU of the whole process."""
         return torch.cuda.memory_allocated(device_index) if self._on_cuda else psutil.Process().memory_info().rss
@@ -108,13 +97,11 @@ class DeepSpeedAccelerator:
         """Bytes that are free on it."""
         return torch.cuda.mem_get_info(device_index)[0] if self._on_cuda else psutil.virtual_memory().available
 
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed every device of this kind."""
-        torch.cuda.manual_seed_all(seed) if self._on_cuda else torch.manual_seed(seed)
-
     def manual_seed(self, seed: int) -> None:
-        """Seed the current device."""
-        torch.cuda.manual_seed(seed) if self._on_cuda else torch.manual_seed(seed)
+        """Seed every device."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
 
 
 _accelerator: DeepSpeedAccelerator | None = None

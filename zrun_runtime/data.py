@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -24,17 +25,60 @@ class LoaderOptions:
     workers: int = 0
 
 
+class ResumableSampler(DistributedSampler[Any]):
+    """A rank's share of a dataset, whose next round may begin in the middle. skip: samples of it to leave out."""
+
+    skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
+        return islice(super().__iter__(), skip, None)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader that knows how far its round has come, and can begin its next round there.
+
+    ranks: that read the same dataset together. taken: batches of this round that were handed out.
+    """
+
+    ranks = 1
+    taken = 0
+    _skip = 0  # batches to leave out of the next round
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self._skip = self._skip, 0
+        self.taken = skip
+        if isinstance(self.sampler, ResumableSampler):
+            self.sampler.skip = skip * (self.batch_size or 1)
+            skip = 0
+        for batch in islice(super().__iter__(), skip, None):
+            self.taken += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples that all ranks took in this round, none once it is over, and the sampler's epoch."""
+        over = isinstance(self.dataset, Sized) and self.taken >= len(self)
+        taken = 0 if over else self.taken
+        return {"samples": taken * (self.batch_size or 1) * self.ranks, "epoch": getattr(self.sampler, "epoch", None)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next round where `state` was taken; at another number of ranks or batch size, just before it."""
+        self._skip = state["samples"] // ((self.batch_size or 1) * self.ranks)
+        if state["epoch"] is not None and hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(state["epoch"])
+
+
 def build_loader(
     dataset: Dataset[Any],
     batch_size: int,  # samples of one micro-batch on one rank
     world: World,
     how: LoaderOptions,
-) -> DataLoader[Any]:
+) -> ResumableLoader:
     """Micro-batches of this rank: a share of a map-style dataset, or an iterable dataset as it comes."""
     sampler = how.sampler
     if sampler is None and isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=how.shuffle, drop_last=how.drop_last)
-    return DataLoader(
+        sampler = ResumableSampler(dataset, world.size, world.rank, shuffle=how.shuffle, drop_last=how.drop_last)
+    loader = ResumableLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
@@ -43,3 +87,5 @@ def build_loader(
         pin_memory=how.pin_memory and world.device.type == "cuda",
         num_workers=how.workers,
     )
+    loader.ranks = world.size
+    return loader

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import Config
 from zrun_runtime.data import LoaderOptions, build_loader
-from zrun_runtime.engine_state import EngineState
+from zrun_runtime.engine_checkpoint import EngineCheckpoint
 from zrun_runtime.errors import EngineError
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
@@ -29,7 +29,7 @@ _STALE_VALUES = (
 _STALE_HINT = "compute gradient penalties with ZeRO 2 or less, and do not keep graphs over a step"
 
 
-class Engine(EngineState):
+class Engine(EngineCheckpoint):
     """A model, its sharded state and its optimizer, driven by forward, backward and step.
 
     Method names and meanings are those of DeepSpeed's engine, so training loops written for it run unchanged.
@@ -64,6 +64,7 @@ class Engine(EngineState):
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
         self._scaled = False  # the caller scaled a loss of this window
+        self._prepare_checkpoints()
         self.window.on_plain_backward = self._begin_plain_backward
         if updater is not None:
             sharded = zero.settings.plan.shards_params
@@ -295,7 +296,10 @@ class Engine(EngineState):
         how = LoaderOptions(
             collate_fn, data_sampler, route == "train", drop_last, pin_memory, num_local_io_workers or 0
         )
-        return build_loader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world, how)
+        loader = build_loader(dataset, batch_size or self.train_micro_batch_size_per_gpu(), self.world, how)
+        if route == "train":
+            self.loaders.append(loader)
+        return loader
 
     def compile(self, backend: str | None = None, compile_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
         """Compile the model's forward with torch.compile; `more`, DeepSpeed's own passes, has no effect.

@@ -50,6 +50,11 @@ class GroupGrads:
         self.square_sum: Tensor | None = None  # () float64: of this rank's slice of `reduced`; None: to be computed
 
     @property
+    def unused(self) -> bool:
+        """It has gradients that no update has used."""
+        return self.buffer is not None or self.reduced is not None
+
+    @property
     def ready(self) -> bool:
         """Every parameter of the group has been seen in this backward."""
         return len(self.arrived) == len(self.group.spec.parameters)

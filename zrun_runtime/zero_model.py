@@ -67,7 +67,8 @@ class ZeroModel:
         self.managed = self._to_manage()
         self.updater: ShardedOptimizer | None = None
         self._ticket = collectives.register("a step")
-        self._order_known = self._removed = False
+        self.gradient_order: list[str] | None = None  # names of trained parameters; None until the first update
+        self._removed = False
         self.edits = Edits(collectives.world.rank)
         units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
         if settings.plan.shards_params:
@@ -168,8 +169,8 @@ class ZeroModel:
 
     def update(self, verdict: Verdict) -> None:
         """Apply the reduced gradients, clipped. Every parameter is readable on return."""
-        if not self._order_known:
-            self._learn_order()
+        if self.gradient_order is None:
+            self.follow_order(self._agreed_order())
         if self.updater is None:
             return
         clip = self.settings.clip
@@ -185,14 +186,18 @@ class ZeroModel:
 
     # ---- the order in which gradients arrive
 
-    def _learn_order(self) -> None:
-        """After the first backward: reduce groups, and form those that stay, in the order of rank 0's gradients."""
-        self._order_known = True
-        position = self._agreed_positions()
+    def follow_order(self, names: Sequence[str]) -> None:
+        """From the first step on: reduce groups, and form those that stay, in this order of trained parameters.
+
+        Those that are not named come last. Once optimizer state exists, groups stay as they are.
+        """
+        number = {name: index for index, name in enumerate(names)}
+        named = sorted(self._trainable(), key=lambda item: number.get(item[0], len(number)))
+        self.gradient_order = [name for name, _ in named]
         if self.settings.plan.shards_params:
-            self.reducer.order.sort(key=lambda grads: max(position[id(p)] for p in grads.group.spec.parameters))
+            place = {id(p): index for index, (_, p) in enumerate(named)}
+            self.reducer.order.sort(key=lambda grads: max(place[id(p)] for p in grads.group.spec.parameters))
             return
-        named = sorted(self._trainable(), key=lambda item: position[id(item[1])])
         specs = specs_in_order(named, self.model, self.optimizer_groups, self.settings.grouping)
         has_state = self.updater is not None and bool(self.updater.optimizer.state)
         if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state:
@@ -200,19 +205,20 @@ class ZeroModel:
         if self.agree(all(_can_be_made_again(group) for group in self.groups)):
             self._regroup(specs)
 
-    def _agreed_positions(self) -> dict[int, int]:
-        """id of each trainable parameter -> its place in rank 0's first backward; unused ones come last."""
-        trainable = [p for _, p in self._trainable()]
+    def _agreed_order(self) -> list[str]:
+        """Trainable parameters in the order of rank 0's first backward; unused ones come last."""
+        names, trainable = zip(*self._trainable(), strict=True) if self._trainable() else ((), ())
         number = {id(p): i for i, p in enumerate(trainable)}
         seen = list(dict.fromkeys(number[id(p)] for p in self.reducer.arrival))
         rest = sorted(set(number.values()) - set(seen))
         order = torch.tensor(seen + rest, dtype=torch.int64, device=self.collectives.world.device)
         self.collectives.broadcast(order)
-        return {id(trainable[index]): place for place, index in enumerate(order.tolist())}
+        return [names[index] for index in order.tolist()]
 
     def _regroup(self, specs: Sequence[GroupSpec]) -> None:
-        """Move values and reduced gradients into new groups. There is no optimizer state yet."""
-        reduced = carry_gradients(self.reducer.order, specs, self.collectives)
+        """Move values, and reduced gradients if there are any, into new groups. There is no optimizer state yet."""
+        some = any(grads.reduced is not None for grads in self.reducer.order)
+        reduced = carry_gradients(self.reducer.order, specs, self.collectives) if some else [None] * len(specs)
         self.hooks.remove()
         self.groups.clear()
         self.where.clear()

@@ -17,6 +17,7 @@ from zrun_runtime.config.keys import (
     Count,
     DtypeName,
     Number,
+    Positive,
     Section,
     Size,
     SizeOrMinusOne,
@@ -58,12 +59,23 @@ def _as_mode(value: Any) -> Any:
 
 
 class CheckpointConfig(Section):
-    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_as_mode)] = "Warn"
-    load_universal: bool = False
-    use_node_local_storage: bool = False
-    parallel_write: dict[str, Any] = {}
-    checkpoint_serialization: bool = True
-    writer: dict[str, Any] | None = None
+    """For `engine.save_checkpoint` and `engine.load_checkpoint`; see docs/checkpoints.md."""
+
+    asynchronous: bool = key(
+        False, HONOURED, "checkpoints are copied to host memory and written while training goes on", alias="async"
+    )
+    keep_last: Count | None = key(
+        None, HONOURED, "of checkpoints named global_step..., only the newest so many are kept; null: all"
+    )
+    timeout: Positive = key(300.0, HONOURED, "seconds that ranks wait for one another before they save or load")
+    tag_validation: Annotated[Literal["Warn", "Ignore", "Fail"], BeforeValidator(_as_mode)] = key(
+        "Fail", HONOURED, "what happens where ranks give different tags: an error, or rank 0's tag is taken"
+    )
+    use_node_local_storage: bool = key(False, HONOURED, "every host has a disk of its own for its ranks' files")
+    load_universal: bool = key(False, NO_EFFECT, "every checkpoint loads at any world size and stage")
+    parallel_write: dict[str, Any] = key({}, NO_EFFECT, "all ranks write at the same time")
+    checkpoint_serialization: bool = key(True, NO_EFFECT, "there is one checkpoint format")
+    writer: dict[str, Any] | None = key(None, NO_EFFECT, "there is one writer, which goes past the page cache")
 
 
 class TensorboardConfig(Section):

@@ -86,6 +86,7 @@ def _config(document: Document, batch: BatchSizes, found: Source, ledger: Ledger
         optimizer=None,
         scheduler=None,
         activation_checkpointing=document.activation_checkpointing,
+        checkpoint=document.checkpoint,
         prescale_gradients=document.prescale_gradients,
         gradient_predivide_factor=document.gradient_predivide_factor,
         gradient_allreduce_op=document.gradient_allreduce_op,

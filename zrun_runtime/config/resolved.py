@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig
+from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig, CheckpointConfig
 from zrun_runtime.config.notes import Note
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.zero_schema import ZeroConfig
@@ -52,6 +52,7 @@ class Config:
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
     activation_checkpointing: ActivationCheckpointingConfig
+    checkpoint: CheckpointConfig
     prescale_gradients: bool
     gradient_predivide_factor: float
     gradient_allreduce_op: Literal["mean", "sum"]

@@ -154,7 +154,7 @@ class Document(Section):
     disable_python_gc: bool = key(False, NO_EFFECT, "Python's garbage collector is left alone")
     graph_harvesting: bool = key(False, NO_EFFECT, "it only tunes")
     use_data_before_expert_parallelism: bool = key(False, NO_EFFECT, "there is no expert parallelism here")
-    use_node_local_storage: bool = key(False, NO_EFFECT, "every rank writes its own file into one directory")
+    use_node_local_storage: bool = key(False, NO_EFFECT, "it is read in the section checkpoint")
     data_parallel_size: Count | None = key(None, NO_EFFECT, "all ranks are data parallel")
     sequence_parallel_size: Count = key(
         1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing"
@@ -162,9 +162,7 @@ class Document(Section):
 
     aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, f"{NOT_BUILT}: nothing is offloaded to NVMe")
     activation_checkpointing: extras.ActivationCheckpointingConfig = section(extras.ActivationCheckpointingConfig)
-    checkpoint: extras.CheckpointConfig = section(
-        extras.CheckpointConfig, NO_EFFECT, "there is one checkpoint format, which loads at any world size and stage"
-    )
+    checkpoint: extras.CheckpointConfig = section(extras.CheckpointConfig)
     tensorboard: extras.TensorboardConfig = section(extras.TensorboardConfig, NO_EFFECT, extras.NO_MONITORS)
     csv_monitor: extras.CsvMonitorConfig = section(extras.CsvMonitorConfig, NO_EFFECT, extras.NO_MONITORS)
     wandb: extras.WandbConfig = section(extras.WandbConfig, NO_EFFECT, extras.NO_MONITORS)

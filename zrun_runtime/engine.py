@@ -167,7 +167,6 @@ class Engine(EngineCheckpoint):
         if self.updater is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
         verdict = self.zero.vote(self._losses, self.loss_scale())
-        self.updater.say_overflow(not verdict.finite)
         if verdict.finite:
             self.zero.update(verdict)
             if self.lr_scheduler is not None:

@@ -86,14 +86,9 @@ class ShardedOptimizer:
         _refuse_strangers(optimizer, groups)
         require_elementwise(optimizer)
         self.optimizer = optimizer
-        self.say_overflow(False)
         self.adopt(groups)
         if _refuse_direct_step not in optimizer._optimizer_step_pre_hooks.values():
             optimizer.register_step_pre_hook(_refuse_direct_step)
-
-    def say_overflow(self, overflow: bool) -> None:
-        """Let the optimizer have an attribute of this name: trainers ask it whether a step was skipped."""
-        vars(self.optimizer)["overflow"] = overflow
 
     def adopt(self, groups: Sequence[FlatGroup]) -> None:
         """Put the groups' master weights where the model's parameters were; existing state moves with them."""

@@ -270,6 +270,7 @@ def test_the_short_names_of_stage_3_keys():
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_grain_size": 1}}}, "tensor_parallel.tp.tp_size"),
         ({"elasticity": {"enabled": True}}, "elasticity.enabled"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
@@ -300,7 +301,7 @@ def test_what_would_change_the_result_is_refused_with_what_to_use(source, path):
     [
         {"fp16": {"enabled": False, "loss_scale": 0}},
         {"amp": {"enabled": False, "opt_level": "O1"}},
-        {"tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1, "tp_grain_size": 64}}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "groups": 2}}}},
         {"elasticity": {"enabled": False, "micro_batch_sizes": [1, 2]}},

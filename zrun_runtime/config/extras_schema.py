@@ -22,6 +22,7 @@ from zrun_runtime.config.keys import (
     Size,
     SizeOrMinusOne,
     key,
+    section,
 )
 
 NO_MONITORS = f"{NOT_BUILT}: the console and its --json events hold the numbers"
@@ -151,8 +152,16 @@ class TorchAutocastConfig(Section):
     lower_precision_safe_modules: Any = key(None, NO_EFFECT, "gradients travel as communication_data_type says")
 
 
+NO_TENSOR_PARALLELISM = "tensor parallelism is not supported: use ZeRO stage 3"
+
+
+class TensorSizesConfig(OpenConfig):
+    tp_size: Size = key(1, UNSUPPORTED, NO_TENSOR_PARALLELISM, harmless=(0,))
+
+
 class TensorParallelConfig(OpenConfig):
-    autotp_size: Size = key(0, UNSUPPORTED, "tensor parallelism is not supported: use ZeRO stage 3", harmless=(1,))
+    autotp_size: Size = key(0, UNSUPPORTED, NO_TENSOR_PARALLELISM, harmless=(1,))
+    tp: TensorSizesConfig = section(TensorSizesConfig)
 
 
 class ExpertParallelConfig(OpenConfig):

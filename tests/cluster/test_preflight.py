@@ -160,12 +160,13 @@ def test_a_noisy_csh_like_login(lab, tmp_path):
 
 @pytest.mark.parametrize("shell", ["fish", "tcsh", "dash"])
 def test_login_shells(lab, tmp_path, shell):
-    """Shells that read a command line each in their own way, and one that speaks first."""
-    users = re.sub(r"(?m)^root:.*", f"root:x:0:0:root:{tmp_path}:{tool(shell)}", Path("/etc/passwd").read_text())
+    """Shells that read a command line each in their own way, speak first, and begin where odd files lie."""
+    users = re.sub(r"(?m)^root:.*", f"root:x:0:0:root:{tmp_path}/home:{tool(shell)}", Path("/etc/passwd").read_text())
     (tmp_path / "passwd").write_text(users)
     for name in (".cshrc", ".config/fish/config.fish"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"echo Welcome\necho\ntouch {tmp_path}/spoke\n")
+        (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "home" / name).write_text(f"echo Welcome\necho\ntouch {tmp_path}/spoke\n")
+    (tmp_path / "home" / "select.py").write_text("raise ImportError('not the one of Python')")
     script = "import os, sys\nprint(sys.argv[1:], os.readlink(f'/proc/{os.getppid()}/exe'), flush=True)\n"
     (tmp_path / "script.py").write_text(script)
     lab.nodes[1].stop_sshd()

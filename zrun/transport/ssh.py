@@ -1,7 +1,7 @@
 """An agent on another machine: started through SSH, one connection a host, whatever is run over it.
 
 The command line is only the interpreter and the module; everything else travels on stdin, where no shell reads it and
-`ps` shows none of it. Login shells differ in nearly all but `exec` and single quotes, so only these are used.
+`ps` shows none of it. Login shells differ in nearly all but `cd`, `;`, `exec` and single quotes, so only these are used.
 """
 
 from __future__ import annotations
@@ -194,4 +194,6 @@ def _command(host: Host) -> str:
         )
     # Only outside of quotes does ~ mean the home directory.
     quoted = f"~/'{python[2:]}'" if python.startswith("~/") else f"'{python}'"
-    return f"exec {quoted} -m zrun.agent"
+    # Python looks for modules where it starts, and in a home directory may lie a select.py. / has no modules.
+    from_home = "/" in python and not python.startswith(("/", "~/"))
+    return f"{'' if from_home else 'cd /; '}exec {quoted} -m zrun.agent"

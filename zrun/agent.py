@@ -110,9 +110,8 @@ class Agent:
             if key.data is not None:
                 key.data.tick(self._outbox, now)
         if self._inbox.expired and not self._stopped:
-            self._give_up(
-                f"zrun gave no sign of life for {self._spec.lease:g} s", "see --lease", HostLostError.exit_code
-            )
+            what = f"{self._spec.host} heard nothing of zrun for {self._spec.lease:g} s"
+            self._give_up(what, "see --lease", HostLostError.exit_code)
         self._look_for_keeper()
         self._outbox.flush()
 

@@ -76,6 +76,7 @@ LEVELS = {
     "zrun_runtime.call": 1.0,
     "zrun_runtime.tree": 0.1,
     "zrun_runtime.hook": 0.1,
+    "zrun_runtime.ownership": 0.1,
     "zrun_runtime.plan": 1.0,
     "zrun_runtime.distributed": 1.0,
     "zrun_runtime.precision": 1.0,

@@ -11,6 +11,7 @@ from zrun_runtime.config import Config
 from zrun_runtime.distributed import World
 from zrun_runtime.early import early_shard, recast_early
 from zrun_runtime.errors import ConfigError
+from zrun_runtime.ownership import refuse_to_cast
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.sharded_parameter import ShardedParameter, take_values
 
@@ -20,6 +21,7 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
 
     Raises:
         ConfigError: `keep_in_fp32_modules` names what the model does not have.
+        ParameterError: another engine has a parameter in another type.
     """
     kept = kept_in_fp32(model, config)
     sharded = any(type(p) is ShardedParameter for p in model.parameters())  # those are on the device, in slices
@@ -29,6 +31,7 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
         wanted = parameter.dtype
         if policy.param_dtype is not None and parameter.is_floating_point():
             wanted = torch.float32 if name in kept else policy.param_dtype
+        refuse_to_cast(name, parameter, wanted)
         if early_shard(parameter) is not None:
             recast_early(parameter, wanted)
         elif parameter.dtype is not wanted or (sharded and parameter.device != world.device):

@@ -10,34 +10,45 @@ from torch import Tensor, nn
 
 from zrun_runtime.errors import EngineError
 from zrun_runtime.flat_group import FlatGroup
+from zrun_runtime.ownership import home_of
 from zrun_runtime.zero_model import ZeroModel
 
 
 def module_state_dict(module: nn.Module, zero: ZeroModel) -> dict[str, Any]:
-    """Parameters and buffers by name, full, on the CPU. Where parameters are sharded only rank 0 gets them.
+    """What the module's own `state_dict` has, its hooks and extra state included, full, in copies on the CPU.
 
-    A collective where parameters are sharded: every rank must call it. Groups are gathered one at a time.
+    Tied weights stay one tensor. A collective where parameters are sharded: every rank must call it, and only rank 0
+    gets something. Groups are gathered one at a time.
     """
-    sharded = {id(p): g for g in zero.groups if g.comes_and_goes for p in g.spec.parameters}
-    full: dict[int, Tensor] = {}
+    named = module.state_dict(keep_vars=True)
     here = zero.collectives.world.rank == 0
-    for group in dict.fromkeys(sharded.values()):
-        zero.holder.pin([group])
+    copies: dict[int, Tensor] = {}
+    sharded = _sharded_groups(module)
+    for group, home in sharded.items():
+        home.holder.pin([group])
         if here:
-            full.update((id(p), p.detach().cpu().clone()) for p in group.spec.parameters)
-        zero.holder.unpin([group])
+            copies.update((id(p), p.detach().cpu().clone()) for p in group.spec.parameters)
+        home.holder.unpin([group])
     if sharded and not here:
         return {}
-    state: dict[str, Any] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                state[dot + name] = full[id(parameter)] if id(parameter) in full else parameter.detach().cpu().clone()
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                state[dot + name] = buffer.detach().cpu().clone()
-    return state
+    for value in named.values():
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = value.detach().cpu().clone()
+    for name, value in named.items():
+        named[name] = copies[id(value)] if isinstance(value, Tensor) else value
+    return named
+
+
+def _sharded_groups(module: nn.Module) -> dict[FlatGroup, ZeroModel]:
+    """The groups that must be gathered for the parameters of a module, in their order, and who has them."""
+    found: dict[FlatGroup, ZeroModel] = {}
+    for parameter in module.parameters():
+        home = home_of(parameter)
+        if isinstance(home, ZeroModel):
+            group, _ = home.where[id(parameter)]
+            if group.comes_and_goes:
+                found[group] = home
+    return dict(sorted(found.items(), key=lambda item: item[0].ticket))
 
 
 def load_module_state_dict(

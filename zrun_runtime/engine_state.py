@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,8 +31,12 @@ class EngineState(AccumulationControl):
             self.zero.holder.unpin(groups)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere."""
-        return module_state_dict(self.module, self.zero)
+        """The model's own state dict with full values on the CPU: on rank 0 where they are sharded, {} elsewhere.
+
+        As part of another module the engine gives the model's names, without "module.". Arguments: those of
+        `module_state_dict`.
+        """
+        return self.module_state_dict(*args, **kwargs)
 
     def module_state_dict(
         self,
@@ -49,8 +54,10 @@ class EngineState(AccumulationControl):
             raise EngineError("module_state_dict: keep_vars is not possible", "the values are copies; leave it out")
         state = module_state_dict(self.module, self.zero)
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        found = destination if destination is not None else {}
+        found = destination if destination is not None else OrderedDict()
         found.update((prefix + k, v) for k, v in state.items() if not (exclude_frozen_parameters and k in frozen))
+        for name, versions in getattr(state, "_metadata", {}).items():  # what torch keeps beside the values
+            vars(found).setdefault("_metadata", OrderedDict())[(prefix + name).rstrip(".")] = versions
         return found
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -88,3 +95,9 @@ class EngineState(AccumulationControl):
     def empty_partition_cache(self) -> None:
         """Free full values of sharded parameters that nobody holds."""
         self.zero.holder.reset()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As part of another module that loads: its state dict has the names that `state_dict` gave it."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 def in_backward() -> bool:
     """This thread is inside autograd's engine."""
     return torch._C._current_graph_task_id() != -1
+
+
+def gives_gradients(leaves: Iterable[Tensor]) -> bool:
+    """The backward under way will accumulate into one of these leaves; `torch.autograd.grad` does not.
+
+    What a reentrant checkpoint hides in a backward of its own is not seen.
+    """
+    for leaf in leaves:
+        with torch._C.DisableTorchFunctionSubclass():
+            node = get_gradient_edge(leaf).node
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # it is an input of autograd.grad
+            return False
+    return False
 
 
 class Hook:

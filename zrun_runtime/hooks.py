@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zrun_runtime.holder import ShardHolder
-from zrun_runtime.hook import Hook, hook_first, in_backward
+from zrun_runtime.hook import Hook, gives_gradients, hook_first, in_backward
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.telemetry import notice
 from zrun_runtime.tree import tensors_in
@@ -60,7 +60,9 @@ class ModelHooks:
     def _note_backward(self) -> None:
         if self._outer == -1:
             window = self.reducer.window
-            if not window.driven:
+            leaves = (p for grads in self.reducer.order for p in grads.group.spec.parameters)
+            self.reducer.idle = not window.driven and not gives_gradients(leaves)
+            if not window.driven and not self.reducer.idle:
                 window.on_plain_backward()
             self._outer = torch._C._current_graph_task_id()
             if not window.driven:

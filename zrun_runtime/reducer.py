@@ -78,6 +78,7 @@ class GradReducer:
         self.wire_dtype, self.window = wire_dtype, window
         self.on_gradient: Callable[[], None] = lambda: None
         self.on_complete: Callable[[FlatGroup], None] = lambda group: None
+        self.idle = False  # the backward under way gives no parameter a gradient
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
         self._next = 0  # the first group of `order` that was not launched in this backward
         self._flying: list[tuple[GroupGrads, Tensor, Pending]] = []
@@ -103,6 +104,7 @@ class GradReducer:
     def accept(self, grads: GroupGrads, index: int, parameter: Tensor) -> None:
         """Take `parameter.grad` over, and reduce what has become ready."""
         self.on_gradient()
+        self.idle = False
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return  # a custom Function gave none
@@ -155,7 +157,7 @@ class GradReducer:
     def conclude(self, group: FlatGroup) -> None:
         """The backward of the one unit that uses this group is over: reduce what is there."""
         grads = self.of.get(group)
-        if grads is not None and not grads.launched and self._reduces_now():
+        if grads is not None and not grads.launched and not self.idle and self._reduces_now():
             self._launch(grads, checked=True)
 
     def _launch(self, grads: GroupGrads, checked: bool = False) -> None:
@@ -222,9 +224,10 @@ class GradReducer:
 
     def finish_backward(self) -> None:
         """Reduce what is left, if this backward reduces at all."""
-        if self._reduces_now():
+        if self._reduces_now() and not self.idle:
             self._reduce_all()
         self._next = 0
+        self.idle = False
         for grads in self.order:
             grads.arrived.clear()
             grads.launched = False
@@ -263,8 +266,11 @@ class GradReducer:
         for index, parameter in enumerate(grads.group.spec.parameters):
             grad = parameter.grad
             if grad is not None:
+                if any(parameter is known for known in self.arrival):
+                    raise _second_gradient(grads.group.spec.names[index])
                 parameter.grad = None
                 self._write(grads, index, grad.detach(), 1.0)
+                self.arrival.append(parameter)
 
     def _land_all(self) -> None:
         while self._flying:
@@ -295,6 +301,14 @@ class GradReducer:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _second_gradient(name: str) -> EngineError:
+    """A gradient was set by hand after a backward: plain torch would take it in place of the sum, which is not here."""
+    return EngineError(
+        f"{name}: p.grad was set after a backward, whose gradient is in the flat buffer: to be added, or in its place?",
+        "set p.grad before the backward to add to it; zrun_runtime.zero.safe_set_full_grad replaces it",
+    )
 
 
 def _new_shard(group: FlatGroup) -> Tensor:

@@ -22,6 +22,7 @@ from zrun_runtime.grouping import (
 from zrun_runtime.holder import ShardHolder
 from zrun_runtime.hooks import ModelHooks
 from zrun_runtime.optim import ShardedOptimizer
+from zrun_runtime.ownership import claim, home_of, refuse_to_train
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
@@ -68,7 +69,7 @@ class ZeroModel:
         self.updater: ShardedOptimizer | None = None
         self._ticket = collectives.register("a step")
         self.gradient_order: list[str] | None = None  # names of trained parameters; None until the first update
-        self._removed = False
+        self.removed = False
         self.edits = Edits(collectives.world.rank)
         units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
         if settings.plan.shards_params:
@@ -77,6 +78,7 @@ class ZeroModel:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
         self.groups = [self._build(spec) for spec in specs]
         self.where = self._index()
+        claim((p for group in self.groups for p in group.spec.parameters), self)
         self.share_the_rest()
         self.holder = ShardHolder(units, self.groups, settings.prefetch_numel, settings.live_numel)
         self._attach(_trained(self.groups, reverse=settings.plan.shards_params))
@@ -84,9 +86,13 @@ class ZeroModel:
     def _to_manage(self) -> dict[str, nn.Parameter]:
         """Where parameters stay full, only those that are trained need groups."""
         named = manageable(self.model.named_parameters())
+        trained = {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
+        others = {n for n, p in named.items() if home_of(p) not in (None, self)}
+        for name in others & set(trained):
+            refuse_to_train(name, trained[name])
         if self.settings.plan.shards_params:
-            return named
-        return {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
+            return {n: p for n, p in named.items() if n not in others}  # their engine brings what it has sharded
+        return trained
 
     def _build(self, spec: GroupSpec) -> FlatGroup:
         return FlatGroup(spec, self.settings.plan, self.collectives, self)
@@ -102,7 +108,7 @@ class ZeroModel:
             ParameterError: it still is.
         """
         group, index = self.where[id(parameter)]
-        if not self._removed:
+        if not self.removed:
             raise ParameterError(
                 f"{group.spec.names[index]}: another engine has it sharded", "call destroy() on that engine first"
             )
@@ -117,9 +123,8 @@ class ZeroModel:
 
     def share_the_rest(self) -> None:
         """Give every rank rank 0's buffers and the parameters that no group holds."""
-        grouped = {id(p) for group in self.groups for p in group.spec.parameters}
-        for _, parameter in self.model.named_parameters():
-            if id(parameter) not in grouped and not parameter.is_meta:
+        for parameter in self.model.parameters():
+            if home_of(parameter) is None and not parameter.is_meta:
                 self.collectives.broadcast(parameter)
         for buffer in self.model.buffers():
             if not buffer.is_meta:
@@ -251,7 +256,7 @@ class ZeroModel:
 
     def remove(self) -> None:
         """Take the hooks off; parameters stay as they are."""
-        self._removed = True
+        self.removed = True
         self.hooks.remove()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import compare, semantics_edits
+from . import compare, semantics_edits, semantics_gradients
 from .scenario import Recipe
 from .worlds import World
 
@@ -41,3 +41,62 @@ def test_edits_are_followed(edit: str, stage: int, dtype: str, world: Worlds) ->
     for rank, (found, said) in enumerate(world(2).run(semantics_edits.edited, edit=edit, stage=stage, recipe=recipe)):
         assert not compare.each("weight", found, wanted, 1e-5 if dtype == "fp32" else 5e-3)
         assert rank or not compare.numbers("loss", said, losses, 1e-5 if dtype == "fp32" else 1e-2)
+
+
+# ---- gradients
+
+
+def near(found: dict[str, float], dtype: str) -> bool:
+    """Something was compared, and none of it is far."""
+    return bool(found) and max(found.values()) <= (2e-5 if dtype == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("late", (False, True), ids=("before initialize", "after initialize"))
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_hooks_of_modules_change_what_passes(stage: int, dtype: str, late: bool, world: Worlds) -> None:
+    case = semantics_gradients.module_hooks
+    for found in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype]), late=late):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_gradients_set_by_hand_count(stage: int, dtype: str, world: Worlds) -> None:
+    case = semantics_gradients.grads_by_hand
+    for found, text, goes_on in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+        assert text.startswith("EngineError: blocks.1.up.weight: p.grad was set after a backward")
+        assert goes_on
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_gradient_penalties_are_right_or_refused(stage: int, dtype: str, world: Worlds) -> None:
+    case = semantics_gradients.penalty
+    for found, text in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+        assert ("gradient penalties with ZeRO 2 or less" in text) == (stage == 3)
+
+
+@pytest.mark.parametrize("accumulation", (1, 2))
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_autograd_grad_reduces_nothing_and_disturbs_nothing(
+    stage: int, dtype: str, accumulation: int, world: Worlds
+) -> None:
+    recipe = Recipe(accumulation=accumulation, dtype=DTYPES[dtype])
+    for found, reductions, right in world(2).run(semantics_gradients.saliency, stage=stage, recipe=recipe):
+        assert near(found, dtype), found
+        assert not any(reductions)
+        assert right
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_dropped_gradients_are_gone(stage: int, dtype: str, world: Worlds) -> None:
+    for found in world(2).run(semantics_gradients.dropped, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_a_weight_changed_inside_a_forward_is_followed_or_refused(stage: int, dtype: str, world: Worlds) -> None:
+    case = semantics_gradients.clamped_inside
+    for text, largest in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert ("blocks.0.up.weight: it was changed while the model used it" in text) == (stage == 3)
+        assert stage == 3 or largest < 0.1

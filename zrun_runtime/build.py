@@ -17,10 +17,11 @@ from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
 from zrun_runtime.leaves import leaves_of
 from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
-from zrun_runtime.plan import StatePlan
+from zrun_runtime.plan import StatePlan, TierKind
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.schedules import build_scheduler
 from zrun_runtime.telemetry import notice
+from zrun_runtime.tiers import REQUEST_BYTES, DiskSettings, OffloadSettings
 from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
 
@@ -95,7 +96,9 @@ def _param_groups(
 def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSettings:
     zero = config.zero
     return ZeroSettings(
-        plan=StatePlan.of_stage(zero.stage),
+        plan=StatePlan.of_stage(
+            zero.stage, params=_tier(zero.offload_param.device), optimizer=_tier(zero.offload_optimizer.device)
+        ),
         grouping=GroupingPolicy(
             zero.reduce_bucket_size, zero.param_persistence_threshold, zero.model_persistence_threshold
         ),
@@ -110,6 +113,38 @@ def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSett
         ),
         clip=config.gradient_clipping,
         leaves=leaves_of(model, zero.leaf_module),
+        offload=_offload(config),
+    )
+
+
+def _tier(device: str) -> TierKind:
+    return TierKind.DEVICE if device == "none" else TierKind(device)
+
+
+def _offload(config: Config) -> OffloadSettings | None:
+    """How the optimizer's state is kept off the device."""
+    section = config.zero.offload_optimizer
+    if section.device == "none":
+        return None
+    return OffloadSettings(
+        tile_numel=max(64, config.zero.sub_group_size // 64 * 64),
+        disk=_disk(config, "offload_optimizer", section.nvme_path, section.pin_memory)
+        if section.device == "nvme"
+        else None,
+        buffer_count=section.buffer_count,
+        share=section.ratio,
+        pin=section.pin_memory,
+    )
+
+
+def _disk(config: Config, section: str, path: str | None, pin: bool) -> DiskSettings:
+    aio = config.aio
+    return DiskSettings(
+        path=path or "",
+        key=f"zero_optimization.{section}.nvme_path",
+        threads=min(aio.queue_depth, max(aio.intra_op_parallelism, aio.thread_count)),
+        request_bytes=max(REQUEST_BYTES, aio.block_size),
+        pin=pin,
     )
 
 
@@ -125,7 +160,7 @@ def _updater(
             for number, options in enumerate(groups)
         ]
         optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, masters)
-    return ShardedOptimizer(optimizer, zero.groups)
+    return ShardedOptimizer(optimizer, zero.groups, zero.settings.offload)
 
 
 def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Config, world: World) -> Any:

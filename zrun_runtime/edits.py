@@ -30,6 +30,11 @@ class Edits:
         """Edits of 16-bit weights would be undone when the master weights are published next."""
         for group in edited:
             group.store()
+        self.tell(edited)
+
+    def tell(self, edited: Sequence[FlatGroup]) -> None:
+        """The master weights of these groups took what was written into the weights."""
+        for group in edited:
             text = "the master weights follow such edits"
             self._tell(f"weights were changed between two steps ({group.spec.label}); {text}")
 

@@ -5,7 +5,8 @@ ZeroRuntimeError
 ├── DistributedError    the process group cannot be built, or ranks do not agree
 │   └── RanksDivergedError   ranks entered different modules or operations
 ├── ParameterError      a parameter is used where it cannot be (sharded, unmanaged, of a kind that cannot be sharded)
-└── EngineError         the engine's methods were called in an order that has no meaning
+├── EngineError         the engine's methods were called in an order that has no meaning
+└── OffloadError        a tier below the device cannot hold or give back what was to be kept there
 """
 
 from __future__ import annotations
@@ -43,3 +44,7 @@ class ParameterError(ZeroRuntimeError):
 
 class EngineError(ZeroRuntimeError):
     """The engine's methods were called in an order that has no meaning."""
+
+
+class OffloadError(ZeroRuntimeError):
+    """A tier below the device cannot hold what is to be kept there, or cannot give it back."""

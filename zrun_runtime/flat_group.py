@@ -6,7 +6,7 @@
 - shard: (shard_numel,) param dtype; this rank's slice: of `full` itself, or of its own where `full` comes and goes
 - owned: what this rank's optimizer updates: the shard, or all of `full` where optimizer state is replicated
 - master: `owned` itself in fp32, a copy in fp32 of 16-bit values; the optimizer's parameter is this tensor
-so master -> owned is a cast (or nothing) and owned -> full an all-gather (or nothing).
+so master -> owned is a cast (or nothing; see master.py) and owned -> full an all-gather (or nothing).
 
 [Note: why storage is resized]
 Autograd keeps views of `full` alive from forward to backward. Dropping our reference would therefore free nothing, so
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.errors import DistributedError, ParameterError
 from zrun_runtime.layout import Layout, lay_out
+from zrun_runtime.master import MasterWeights
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
 
@@ -63,8 +64,8 @@ class FlatGroup:
         self.views = self._take_over(spec.parameters)
         start, stop = self.layout.shard_bounds(world.rank)
         self.shard = self.full[start:stop].clone() if self.comes_and_goes else self.full[start:stop]
-        self.owned = self.shard if plan.shards_optimizer else self.full
-        self.master = self._make_master()
+        self.plan = plan
+        self.weights = MasterWeights(self.owned, plan.optimizer.tier) if spec.optimizer_group is not None else None
         self.ticket = collectives.register(f"a gather of {spec.label}")
         collectives.register(f"a reduction of {spec.label}")
         self.residence = Residence.UNSHARDED
@@ -93,11 +94,15 @@ class FlatGroup:
             parameter.data = view
         return views
 
-    def _make_master(self) -> nn.Parameter | None:
-        if self.spec.optimizer_group is None:
-            return None
-        exact = self.owned.dtype in (torch.float32, torch.float64)
-        return nn.Parameter(self.owned if exact else self.owned.float())
+    @property
+    def owned(self) -> Tensor:
+        """What this rank's optimizer updates, or shows: see [Note: the five tensors of a group]."""
+        return self.shard if self.plan.shards_optimizer else self.full
+
+    @property
+    def master(self) -> nn.Parameter | None:
+        """The optimizer's parameter; None if none updates the group. Its values may be elsewhere (MasterWeights)."""
+        return self.weights.parameter if self.weights is not None else None
 
     @property
     def reduction_ticket(self) -> int:
@@ -159,7 +164,6 @@ class FlatGroup:
 
     def _renew_storage(self, keep_values: bool = False) -> None:
         """Part from the memory of `full`: it lives on as long as anyone else holds it."""
-        whole, exact = self.owned is self.full, self.master is not None and self.master.dtype is self.owned.dtype
         with torch.inference_mode(False):  # what is made inside that mode cannot be trained on after it
             before, self.full = self.full, torch.empty_like(self.full)
             if keep_values:
@@ -172,9 +176,8 @@ class FlatGroup:
             return
         start, stop = self.layout.shard_bounds(self.collectives.world.rank)
         self.shard = self.full[start:stop]
-        self.owned = self.full if whole else self.shard
-        if self.master is not None and exact:
-            self.master.data = self.owned
+        if self.weights is not None:
+            self.weights.move(self.owned)
 
     # ---- what others write: see [Note: what others write]
 
@@ -231,9 +234,7 @@ class FlatGroup:
     # ---- values: master -> owned -> full
 
     def publish(self) -> Pending:
-        """Show the updated master weights to the model. `wait()` on the result before a parameter is read."""
-        if self.master is not None and self.master.dtype is not self.owned.dtype:
-            self.owned.copy_(self.master.detach())
+        """Give the model what `owned` holds now. `wait()` on the result before a parameter is read."""
         if self.residence is Residence.GATHERING:
             self.reshard()  # what is on its way is old
         if self.residence is Residence.SHARDED:
@@ -255,25 +256,23 @@ class FlatGroup:
         start, stop = self.layout.shard_bounds(self.collectives.world.rank)
         if self.comes_and_goes:
             self.shard.copy_(self.full[start:stop])
-        if self.master is not None and self.master.dtype is not self.owned.dtype:
-            master = self.master.detach()
-            master.copy_(torch.where(master.to(self.owned.dtype) == self.owned, master, self.owned.to(master.dtype)))
+        if self.weights is not None:
+            self.weights.take_edits()
         self._versions = [p._version for p in self.spec.parameters]
 
     def edit_flag(self) -> Tensor | None:  # () bool, on the device
-        """Whether this rank's part of the weights is other than the master weights rounded; None if they are one."""
-        if self.comes_and_goes or self.master is None or self.master.dtype is self.owned.dtype:
+        """Whether this rank's part of the weights is other than the master weights rounded. None: they are one, or they
+        are compared when they are updated next, piece by piece."""
+        if self.comes_and_goes or self.weights is None or self.plan.offloads_optimizer:
             return None
-        return (self.master.detach().to(self.owned.dtype).view(torch.int16) != self.owned.view(torch.int16)).any()
+        return self.weights.edit_flag()
 
     def edited(self) -> bool:
         """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""
         start, stop = self.layout.shard_bounds(self.collectives.world.rank)
         if self.comes_and_goes:
             return not torch.equal(self.full[start:stop], self.shard)
-        if self.master is not None and self.master.dtype is not self.owned.dtype:
-            return not torch.equal(self.master.detach().to(self.owned.dtype), self.owned)
-        return False
+        return self.weights is not None and self.weights.differ()
 
     @property
     def wanted_grads(self) -> Layout:
@@ -283,8 +282,7 @@ class FlatGroup:
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind of state."""
         params = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.comes_and_goes else 0)
-        own_master = self.master is not None and self.master.dtype is not self.owned.dtype
-        return {"params": params, "master": self.master.nbytes if self.master is not None and own_master else 0}
+        return {"params": params, "master": self.weights.nbytes if self.weights is not None else 0}
 
 
 def view_like(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:

@@ -5,23 +5,31 @@ The optimizer object and its `param_groups` dicts are the user's (schedulers hol
 them become the groups' master weights. A step runs the optimizer once per flat group with that group's master alone in
 its list, so that the all-gather of one group flies while the next one updates. Hooks that the user registered on the
 optimizer's step run once per step, around all groups.
+
+[Note: tiles and strips]
+Where the optimizer's state is off the device a group is updated in pieces: a tile is what is fetched from its tier at
+once, a strip of it what the optimizer sees as one parameter. The gradient of a strip is cast and clipped, updated and
+shown to the model while it is in the cache. Scalars of the state (the count of steps) are the group's: every strip
+begins with those that the step began with, and the last one's are kept.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zrun_runtime.errors import ConfigError, EngineError, ParameterError
-from zrun_runtime.flat_group import FlatGroup, is_dense
-from zrun_runtime.layout import Layout, round_up
+from zrun_runtime.flat_group import FlatGroup
+from zrun_runtime.group_state import FlatRatios, GroupState, is_sized, shard_state
 from zrun_runtime.optimizers import OWN, Lamb, require_elementwise
+from zrun_runtime.state_homes import MASTER, StateHomes, master_of, number_of, weights_of
+from zrun_runtime.tiers import MemoryStore, OffloadSettings, Slot, Values, stream
 
 ParamGroups = list[dict[str, Any]]
 
@@ -65,27 +73,22 @@ def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> 
         raise ConfigError(f"optimizer.params: {kind} refuses them: {error}") from error
 
 
-@dataclass(frozen=True)
-class GroupState:
-    """What an optimizer has of one flat group, on this rank. Tensors are (shard_numel,), or (padded_numel,) where the
-    state is whole on every rank; where they are in memory between uses, they are the ones in use, not copies.
-
-    master: fp32 (fp64) weights; None if nothing updates the group. moments: laid out as the master, by the optimizer's
-    own names. scalars: what the group has one of (`step`): numbers, or tensors of any other shape.
-    """
-
-    master: Tensor | None
-    moments: dict[str, Tensor]
-    scalars: dict[str, Any]
-
-
 class ShardedOptimizer:
-    """See [Note: one optimizer, one group at a time]."""
+    """See the notes above."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup], offload: OffloadSettings | None = None
+    ) -> None:
+        """
+        Raises:
+            OffloadError: the disk cannot hold the state that is to go there.
+        """
         _refuse_strangers(optimizer, groups)
         require_elementwise(optimizer)
         self.optimizer = optimizer
+        self.homes = StateHomes(optimizer, offload)
+        self.groups: list[FlatGroup] = []
+        self._strip: Tensor | None = None  # (most elements of a strip,) master dtype: a gradient on its way
         self.adopt(groups)
         if _refuse_direct_step not in optimizer._optimizer_step_pre_hooks.values():
             optimizer.register_step_pre_hook(_refuse_direct_step)
@@ -94,17 +97,19 @@ class ShardedOptimizer:
         """Put the groups' master weights where the model's parameters were; existing state moves with them."""
         self.groups = [group for group in groups if group.master is not None]
         if isinstance(self.optimizer, Lamb):
-            self.optimizer.ratios = {g.master: FlatRatios(g) for g in self.groups if g.master is not None}
+            self.optimizer.ratios.clear()
         state: dict[Any, dict[str, Any]] = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for number, options in enumerate(self.optimizer.param_groups):
-            mine = [g for g in self.groups if g.spec.optimizer_group == number]
             self._prefer_fused(options)
-            options["params"] = [group.master for group in mine]
-            for group in mine:
-                sharded = _shard_state(group, state) or state.get(group.master)
-                if sharded and group.master is not None:
-                    self._give_state(group.master, options, sharded)
+            options["params"] = [master_of(g) for g in self.groups if g.spec.optimizer_group == number]
+        self.homes.build(self.groups)
+        for group in self.groups:
+            entries = shard_state(group, state) or state.get(group.master)
+            if entries:
+                moments = {key: v for key, v in entries.items() if is_sized(v, master_of(group).numel())}
+                scalars = {key: value for key, value in entries.items() if key not in moments}
+                self.write_state(group, GroupState(self.homes.read(group).master, moments, scalars))
 
     def _prefer_fused(self, options: dict[str, Any]) -> None:
         """Where the caller left the choice to torch, take the fused kernel: on a CPU it is seven times faster."""
@@ -113,52 +118,45 @@ class ShardedOptimizer:
             options["fused"] = True
             vars(self.optimizer)["_step_supports_amp_scaling"] = True
 
-    def read_state(self, group: FlatGroup) -> GroupState:
-        """What the optimizer has of this group. No collective; moments and scalars are empty before the first step."""
-        if group.master is None:
-            return GroupState(None, {}, {})
-        state, shape = self.optimizer.state.get(group.master, {}), group.master.shape
-        moments = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.shape == shape}
-        return GroupState(group.master.detach(), moments, {k: v for k, v in state.items() if k not in moments})
+    # ---- a step
 
-    def state_dtypes(self, group: FlatGroup) -> dict[str, torch.dtype]:
-        """The dtypes of what `read_state` gives that is laid out as the master, "master" itself included: no values."""
-        state = self.read_state(group)
-        kinds = {} if state.master is None else {"master": state.master.dtype}
-        return kinds | {key: value.dtype for key, value in sorted(state.moments.items())}
+    def step(self, reduced: Callable[[FlatGroup], Tensor], scale: float) -> list[FlatGroup]:
+        """Update every group with its reduced gradient times `scale`, and publish. All is readable on return.
 
-    def write_state(self, group: FlatGroup, state: GroupState) -> None:
-        """Have this state from now on; its tensors may be kept. The model sees the values after `group.publish()`."""
-        if group.master is None or state.master is None:
-            raise EngineError(f"{group.spec.label}: no optimizer updates it")
-        if state.master.data_ptr() != group.master.data_ptr():
-            group.master.detach().copy_(state.master)
-        options = self.optimizer.param_groups[group.spec.optimizer_group or 0]
-        self._give_state(group.master, options, {**state.scalars, **state.moments})
+        Returns offloaded groups with 16-bit weights that were edited since the last step, which their master followed.
+        """
+        homes = self.homes
+        groups = {store: group for group, store in homes.stores.items()}
+        with self._one_at_a_time():
+            published, edited = [], {}
+            try:
+                slots = [slot for group in self.groups if group.trains for slot in homes.slots(group)]
+                for slot, values in stream(slots, homes.ahead):
+                    group = groups[slot.store]
+                    if self._update(group, slot, values, reduced(group), scale):
+                        edited[group] = True
+                    if slot.is_last:
+                        published.append(group.publish())
+            finally:
+                homes.finish()
+            for pending in published:
+                pending.wait()
+        return list(edited)
 
-    def _give_state(self, master: nn.Parameter, options: dict[str, Any], state: dict[str, Any]) -> None:
-        if options.get("fused") and isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].to(master.device)  # other kernels count on the CPU
-        self.optimizer.state[master] = state
-
-    def step(self, reduced: Callable[[FlatGroup], Tensor], scale: float) -> None:
-        """Update every group with its reduced gradient times `scale`, and publish. All is readable on return."""
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Inside, the optimizer's lists are empty and its hooks silent; they ran before and run after."""
         optimizer, options = self.optimizer, self.optimizer.param_groups
-        fused_scale = scale != 1.0 and self._scales_itself()
         lists = [entry["params"] for entry in options]
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        published = []
         try:
             for hook in before.values():
                 if hook is not _refuse_direct_step:
                     hook(optimizer, (), {})
             for entry in options:
                 entry["params"] = []
-            for group in self.groups:
-                published.append(self._update(group, reduced(group), scale, fused_scale).publish())
-            for pending in published:
-                pending.wait()
+            yield
         finally:
             for entry, members in zip(options, lists, strict=True):
                 entry["params"] = members
@@ -166,30 +164,113 @@ class ShardedOptimizer:
         for hook in after.values():
             hook(optimizer, (), {})
 
-    def _update(self, group: FlatGroup, grad: Tensor, scale: float, fused_scale: bool) -> FlatGroup:
-        optimizer, number = self.optimizer, group.spec.optimizer_group
-        if group.master is None or number is None:
-            raise EngineError(f"{group.spec.label}: no optimizer updates it")
-        if fused_scale:
+    def _update(self, group: FlatGroup, slot: Slot, values: Values, grad: Tensor, scale: float) -> bool:
+        """Update the elements of one slot and show them; were any edited? See [Note: tiles and strips]."""
+        weights, master = weights_of(group), self.homes.master_tile(group, slot, values)
+        scalars, size = self.homes.scalars(group), self.homes.strip(group)
+        left: dict[str, Any] = {}
+        edited = False
+        for start in range(0, slot.numel, size):
+            piece, first = master[start : start + size], slot.start + start
+            part = grad[first : first + piece.numel()]
+            if weights.apart and group.plan.offloads_optimizer:
+                edited |= weights.follow(piece, first)
+            if piece.numel() == slot.store.numel and isinstance(slot.store, MemoryStore):
+                self._update_whole(group, part, scale)
+            else:
+                parameter = nn.Parameter(piece)
+                self.optimizer.state[parameter] = self._state_of_strip(values, scalars, start, piece.numel())
+                self._run(group, parameter, self._scaled(part, piece, scale))
+                left = self._keep(slot, values, start, parameter)
+            weights.show(piece, first)
+        if slot.is_last:
+            self.optimizer.state[weights.parameter].update(left)
+        return edited
+
+    def _state_of_strip(self, values: Values, scalars: dict[str, Any], start: int, numel: int) -> dict[str, Any]:
+        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+        state.update((name, value[start : start + numel]) for name, value in values.items() if name != MASTER)
+        return state
+
+    def _keep(self, slot: Slot, values: Values, start: int, parameter: nn.Parameter) -> dict[str, Any]:
+        """Put the state of a strip where it belongs. Returns its scalars."""
+        numel, scalars = parameter.numel(), {}
+        for name, value in self.optimizer.state.pop(parameter).items():
+            if not is_sized(value, numel):
+                scalars[name] = value
+                continue
+            if name not in values:
+                values[name] = slot.store.room(slot, name, value.dtype)
+            home = values[name][start : start + numel]
+            if home.data_ptr() != value.data_ptr():
+                home.copy_(value)
+        return scalars
+
+    def _update_whole(self, group: FlatGroup, grad: Tensor, scale: float) -> None:
+        """Update a group that is in memory, with its own state."""
+        master, optimizer = master_of(group), self.optimizer
+        if grad.dtype is not master.dtype:
+            self._run(group, master, self._scaled(grad, master, scale))
+        elif scale == 1.0 or not self._scales_itself():
+            self._run(group, master, grad.mul_(scale) if scale != 1.0 else grad)
+        else:
             vars(optimizer)["grad_scale"] = torch.full((), 1.0 / scale, device=grad.device)
-        elif scale != 1.0:
-            grad.mul_(scale)
-        group.master.grad = grad
-        options = optimizer.param_groups[number]
-        options["params"] = [group.master]
+            try:
+                self._run(group, master, grad)
+            finally:
+                del vars(optimizer)["grad_scale"]
+
+    def _run(self, group: FlatGroup, parameter: nn.Parameter, grad: Tensor) -> None:
+        """The optimizer's step on one parameter, with the options of the group's."""
+        options = self.optimizer.param_groups[number_of(group)]
+        parameter.grad = grad
+        options["params"] = [parameter]
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.ratios[parameter] = FlatRatios(group)
         try:
-            optimizer.step()
+            self.optimizer.step()
         finally:
             options["params"] = []
-            group.master.grad = None
-            if fused_scale:
-                del vars(optimizer)["grad_scale"]
-        return group
+            parameter.grad = None
+            if isinstance(self.optimizer, Lamb):
+                del self.optimizer.ratios[parameter]
+
+    def _scaled(self, grad: Tensor, like: Tensor, scale: float) -> Tensor:
+        """A strip's gradient times `scale` in the dtype of its master, in a buffer that the next one overwrites."""
+        if self._strip is None or self._strip.numel() < grad.numel() or self._strip.dtype is not like.dtype:
+            self._strip = torch.empty(grad.numel(), dtype=like.dtype, device=like.device)
+        strip = self._strip[: grad.numel()]
+        if grad.dtype is not like.dtype or grad.device != like.device:
+            grad = strip.copy_(grad)
+        if scale == 1.0:
+            return grad
+        if self._scales_itself():  # divide as fused kernels do, so that the bits are the same
+            return torch.div(grad, torch.full((), 1.0 / scale, dtype=like.dtype), out=strip)
+        return torch.mul(grad, scale, out=strip)
 
     def _scales_itself(self) -> bool:
         """Fused kernels divide by a scale while they read the gradient, which saves a pass over it."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    # ---- the state of a group
+
+    def read_state(self, group: FlatGroup) -> GroupState:
+        """What the optimizer has of this group. No collective; moments and scalars are empty before the first step.
+
+        Of a group whose state is on a disk: copies, of one group's size.
+        """
+        return self.homes.read(group) if group.master is not None else GroupState(None, {}, {})
+
+    def state_dtypes(self, group: FlatGroup) -> dict[str, torch.dtype]:
+        """The dtypes of what `read_state` gives that is laid out as the master, "master" itself included: no values."""
+        if group.master is None:
+            return {}
+        return {"master": group.master.dtype} | self.homes.dtypes(group)
+
+    def write_state(self, group: FlatGroup, state: GroupState) -> None:
+        """Have this state from now on; its tensors may be kept. The model sees the values after `group.publish()`."""
+        self.homes.write(group, state)
 
 
 def _refuse_direct_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -208,55 +289,3 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGro
                     f"optimizer group {number}: a parameter of shape {tuple(parameter.shape)} is not in the model",
                     "make one module of all that is trained together, and give that to initialize",
                 )
-
-
-def _shard_state(group: FlatGroup, state: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """The state that the parameters of a group had, as the state of its master weights."""
-    known = [(index, state[p]) for index, p in enumerate(group.spec.parameters) if state.get(p)]
-    if not known or group.master is None:
-        return {}
-    rank = group.collectives.world.rank if group.owned is not group.full else 0
-    start = group.layout.shard_bounds(rank)[0]
-    sharded: dict[str, Any] = {}
-    for index, entries in known:
-        offset = group.layout.offsets[index] - start
-        for key, value in entries.items():
-            shape = group.spec.parameters[index].shape
-            if key == "step" or not isinstance(value, Tensor) or value.shape != shape:
-                sharded[key] = value
-                continue
-            whole = sharded.setdefault(key, torch.zeros_like(group.master, dtype=value.dtype).detach())
-            first, last = max(0, offset), min(whole.numel(), offset + value.numel())
-            if first < last:
-                flat = value.detach()
-                flat = flat.as_strided((flat.numel(),), (1,)) if is_dense(flat) else flat.reshape(-1)
-                whole[first:last] = flat[first - offset : last - offset]
-    return sharded
-
-
-class FlatRatios:
-    """The norms that LAMB wants of whole parameters, of which a rank may have a part (see optimizers.Ratios)."""
-
-    def __init__(self, group: FlatGroup) -> None:
-        self.group = group
-        layout, collectives = group.layout, group.collectives
-        self.split = group.owned is not group.full and collectives.world.size > 1
-        if self.split:
-            parts = [(f.index, f.shard_offset, f.numel) for f in layout.fragments(collectives.world.rank)]
-        else:
-            parts = [(i, o, n) for i, (o, n) in enumerate(zip(layout.offsets, layout.numels, strict=True))]
-        self.parts = [(index, slice(start, start + numel)) for index, start, numel in parts]
-
-    def __call__(self, values: Tensor, update: Tensor, ratio: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Multiply each parameter's part of `update`. A collective where ranks have parts."""
-        count, world = len(self.group.layout.numels), self.group.collectives.world
-        squares = torch.zeros(round_up(2 * count, world.size), dtype=torch.float64, device=values.device)
-        for index, part in self.parts:
-            squares[index] = values[part].double().square().sum()
-            squares[count + index] = update[part].double().square().sum()
-        if self.split:
-            self.group.collectives.reduce(squares, Layout.REPLICATED, squares, False, self.group.ticket).wait()
-        norms = squares.sqrt()
-        ratios = ratio(norms[:count], norms[count : 2 * count]).to(update.dtype)
-        for index, part in self.parts:
-            update[part].mul_(ratios[index])

@@ -200,8 +200,22 @@ def _train(optimizer: Optimizer, start: Tensor, grads: list[Tensor]) -> Tensor:
     return parameter.detach()
 
 
-def _twin(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
-    """An optimizer of the same kind and settings over one other parameter."""
+def state_fields(optimizer: Optimizer, number: int, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The tensors of a parameter's size that the optimizer will keep for one in group `number`, and their dtypes.
+
+    Found by two steps on a small one: most optimizers make their state at the first step, and some only then know what.
+    """
+    parameter = nn.Parameter(torch.ones(64, dtype=dtype))
+    twin = _twin(optimizer, parameter, number)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        twin.step()
+    state = twin.state[parameter]
+    return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+
+
+def _twin(optimizer: Optimizer, parameter: nn.Parameter, number: int = 0) -> Optimizer:
+    """An optimizer of the same kind and the settings of a group over one other parameter."""
     twin = copy.copy(optimizer)
     fields = vars(twin)
     fields.pop("step", None)  # a schedule may have wrapped it around the original
@@ -211,6 +225,6 @@ def _twin(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
         elif isinstance(value, (dict, list, set)):
             fields[name] = copy.copy(value)
     twin.state = defaultdict(dict)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    options = {key: value for key, value in optimizer.param_groups[number].items() if key != "params"}
     twin.param_groups = [{**copy.deepcopy(options), "params": [parameter]}]
     return twin

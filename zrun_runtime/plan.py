@@ -6,7 +6,7 @@ from two adjacent layouts (`collectives.redistribute`), and the rest from the fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zrun_runtime.errors import ConfigError
@@ -43,18 +43,36 @@ class StatePlan:
     optimizer: Residency
 
     @classmethod
-    def of_stage(cls, stage: int) -> StatePlan:
-        """The plan of a ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054).
+    def of_stage(
+        cls, stage: int, params: TierKind = TierKind.DEVICE, optimizer: TierKind = TierKind.DEVICE
+    ) -> StatePlan:
+        """The plan of a ZeRO stage (Rajbhandari et al. 2020, arXiv:1910.02054), and of what is offloaded.
+
+        params, optimizer: the tiers of these kinds where they are sharded; what is whole on every rank stays on the
+        device. Reduced gradients go where the optimizer works: to the host if its state is not on the device.
 
         Raises:
             ConfigError: the stage is not 0, 1, 2 or 3.
         """
         if stage not in ALL_STAGES:
             raise ConfigError(f"zero_optimization.stage: got {stage}, expected 0, 1, 2 or 3")
+        if stage < 3:
+            params = TierKind.DEVICE
+        if stage < 1:
+            optimizer = TierKind.DEVICE
         return cls(
-            params=Residency(Layout.SHARDED if stage >= 3 else Layout.REPLICATED),
-            grads=Residency(Layout.SHARDED if stage >= 2 else Layout.PARTIAL),
-            optimizer=Residency(Layout.SHARDED if stage >= 1 else Layout.REPLICATED),
+            params=Residency(Layout.SHARDED if stage >= 3 else Layout.REPLICATED, params),
+            grads=Residency(Layout.SHARDED if stage >= 2 else Layout.PARTIAL, _beside(optimizer)),
+            optimizer=Residency(Layout.SHARDED if stage >= 1 else Layout.REPLICATED, optimizer),
+        )
+
+    def with_tiers(self, params: TierKind, optimizer: TierKind) -> StatePlan:
+        """The same layouts in other tiers: one group's part of a split."""
+        return replace(
+            self,
+            params=replace(self.params, tier=params),
+            grads=replace(self.grads, tier=_beside(optimizer)),
+            optimizer=replace(self.optimizer, tier=optimizer),
         )
 
     @classmethod
@@ -76,3 +94,13 @@ class StatePlan:
     def reduces_each_backward(self) -> bool:
         """Gradients do not stay whole between micro-batches."""
         return self.grads.layout is Layout.SHARDED
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """The update runs on the host."""
+        return self.optimizer.tier is not TierKind.DEVICE
+
+
+def _beside(optimizer: TierKind) -> TierKind:
+    """Where reduced gradients wait for an update of state in this tier."""
+    return TierKind.DEVICE if optimizer is TierKind.DEVICE else TierKind.CPU

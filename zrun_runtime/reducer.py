@@ -195,8 +195,7 @@ class GradReducer:
         while self._abandoned:
             self._abandoned.pop().wait()  # earlier ones, so every rank has come to them
         if grads.reduced is None:
-            wanted = grads.group.master.dtype if grads.group.master is not None else out.dtype
-            grads.reduced = out.to(wanted)
+            grads.reduced = out.to(_kept_dtype(grads.group, out, self.window.ends_with_this_backward))
         elif grads.reduced is not out:
             grads.reduced.add_(out)
         # While it is in the cache:
@@ -316,7 +315,13 @@ def _new_shard(group: FlatGroup) -> Tensor:
     return torch.empty(group.layout.shard_numel, dtype=master.dtype, device=master.device)
 
 
+def _kept_dtype(group: FlatGroup, out: Tensor, final: bool) -> torch.dtype:
+    """In which a reduced gradient waits: that of the master weights, unless it is final and the update casts it piece
+    by piece anyway."""
+    return out.dtype if group.master is None or (final and group.plan.offloads_optimizer) else group.master.dtype
+
+
 def square_sum(values: Tensor) -> Tensor:
     """The sum of squares as a () float64 tensor. Blocks in float32 keep its error near 1e-7 at the speed of memory."""
-    norms = torch._foreach_norm(values.split(_NORM_BLOCK))
+    norms = torch._foreach_norm(values.split(_NORM_BLOCK), 2, torch.promote_types(values.dtype, torch.float32))
     return torch.stack(norms).double().square().sum()

@@ -23,9 +23,11 @@ from zrun_runtime.holder import ShardHolder
 from zrun_runtime.hooks import ModelHooks
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.ownership import claim, home_of, refuse_to_train
+from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
+from zrun_runtime.tiers import OffloadSettings
 from zrun_runtime.window import Window
 
 
@@ -41,6 +43,7 @@ class ZeroSettings:
     window: Window
     clip: float  # L2 norm; 0: none
     leaves: Sequence[nn.Module] = ()  # modules that are units as a whole, whatever runs inside them
+    offload: OffloadSettings | None = None  # where the plan keeps the optimizer's state off the device
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class ZeroModel:
             specs = specs_of_units(units, optimizer_groups, settings.grouping)
         else:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
-        self.groups = [self._build(spec) for spec in specs]
+        self.groups = self._build(specs)
         self.where = self._index()
         claim((p for group in self.groups for p in group.spec.parameters), self)
         self.share_the_rest()
@@ -94,8 +97,10 @@ class ZeroModel:
             return {n: p for n, p in named.items() if n not in others}  # their engine brings what it has sharded
         return trained
 
-    def _build(self, spec: GroupSpec) -> FlatGroup:
-        return FlatGroup(spec, self.settings.plan, self.collectives, self)
+    def _build(self, specs: Sequence[GroupSpec]) -> list[FlatGroup]:
+        plan, offload = self.settings.plan, self.settings.offload
+        plans = place(specs, plan, plan.shards_params, offload.share if offload is not None else 1.0, 0)
+        return [FlatGroup(spec, own, self.collectives, self) for spec, own in zip(specs, plans, strict=True)]
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""
@@ -181,7 +186,7 @@ class ZeroModel:
         clip = self.settings.clip
         scale = (min(1.0, clip / (verdict.grad_norm + 1e-6)) if clip > 0 else 1.0) / verdict.loss_scale
         reduced = {grads.group: grads.reduced for grads in self.reducer.order}
-        self.updater.step(lambda group: _present(reduced[group]), scale)
+        self.edits.tell(self.updater.step(lambda group: _present(reduced[group]), scale))
 
     def end_step(self) -> None:
         """Drop the gradients of the window that is over, also those of parameters that no group holds."""
@@ -204,7 +209,7 @@ class ZeroModel:
             self.reducer.order.sort(key=lambda grads: max(place[id(p)] for p in grads.group.spec.parameters))
             return
         specs = specs_in_order(named, self.model, self.optimizer_groups, self.settings.grouping)
-        has_state = self.updater is not None and bool(self.updater.optimizer.state)
+        has_state = self.updater is not None and self.updater.homes.begun
         if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state:
             return
         if self.agree(all(_can_be_made_again(group) for group in self.groups)):
@@ -231,7 +236,7 @@ class ZeroModel:
         self.reducer.of.clear()
         if self.updater is not None:
             self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
-        self.groups = [self._build(spec) for spec in specs]
+        self.groups = self._build(specs)
         self.where = self._index()
         self._attach(_trained(self.groups, reverse=False))
         for grads, values in zip(self.reducer.order, reduced, strict=True):
@@ -258,6 +263,8 @@ class ZeroModel:
         """Take the hooks off; parameters stay as they are."""
         self.removed = True
         self.hooks.remove()
+        if self.updater is not None:
+            self.updater.homes.close()
 
 
 def _trained(groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
@@ -267,10 +274,7 @@ def _trained(groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
 
 def _can_be_made_again(group: FlatGroup) -> bool:
     """The master weights are no finer than the parameters; they are where someone has set them."""
-    if group.master is None or group.master.dtype is group.owned.dtype:
-        return True
-    master = group.master.detach()
-    return torch.equal(master.to(group.owned.dtype).to(master.dtype), master)
+    return group.weights is None or group.weights.as_coarse_as_shown()
 
 
 def _present(reduced: Tensor | None) -> Tensor:

@@ -35,13 +35,15 @@ class OpenConfig(Section):
 
 
 class AioConfig(Section):
-    block_size: Count = 1_048_576  # bytes
-    queue_depth: Count = 8
-    intra_op_parallelism: Count = 1
-    thread_count: Count = 1
-    single_submit: bool = False
-    overlap_events: bool = True
-    use_gds: bool = False
+    """How files on NVMe are read and written."""
+
+    block_size: Count = key(1_048_576, HONOURED, "bytes: a tile is split between threads in parts of this, or of 8 MiB")
+    queue_depth: Count = key(8, HONOURED, "upper bound of requests under way")
+    intra_op_parallelism: Count = key(1, HONOURED, "threads that read and write; one reaches most disks' bandwidth")
+    thread_count: Count = key(1, HONOURED, "the same")
+    single_submit: bool = key(False, NO_EFFECT, "requests are large, so how they are submitted does not matter")
+    overlap_events: bool = key(True, NO_EFFECT, "reading, computing and writing always overlap")
+    use_gds: bool = key(False, NO_EFFECT, "data go through page-locked host memory")
 
 
 class ActivationCheckpointingConfig(Section):

@@ -85,6 +85,7 @@ def _config(document: Document, batch: BatchSizes, found: Source, ledger: Ledger
         communication_data_type=document.communication_data_type,
         optimizer=None,
         scheduler=None,
+        aio=document.aio,
         activation_checkpointing=document.activation_checkpointing,
         checkpoint=document.checkpoint,
         prescale_gradients=document.prescale_gradients,

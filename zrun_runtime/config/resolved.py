@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig, CheckpointConfig
+from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig, AioConfig, CheckpointConfig
 from zrun_runtime.config.notes import Note
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.zero_schema import ZeroConfig
@@ -51,6 +51,7 @@ class Config:
     communication_data_type: str | None  # fp32, bf16, fp16; None: the type of the gradients
     optimizer: OptimizerConfig | None
     scheduler: SchedulerConfig | None
+    aio: AioConfig
     activation_checkpointing: ActivationCheckpointingConfig
     checkpoint: CheckpointConfig
     prescale_gradients: bool

@@ -160,7 +160,7 @@ class Document(Section):
         1, UNSUPPORTED, "sequence parallelism is not supported: set it to 1 and use more ranks or checkpointing"
     )
 
-    aio: extras.AioConfig = section(extras.AioConfig, NO_EFFECT, f"{NOT_BUILT}: nothing is offloaded to NVMe")
+    aio: extras.AioConfig = section(extras.AioConfig)
     activation_checkpointing: extras.ActivationCheckpointingConfig = section(extras.ActivationCheckpointingConfig)
     checkpoint: extras.CheckpointConfig = section(extras.CheckpointConfig)
     tensorboard: extras.TensorboardConfig = section(extras.TensorboardConfig, NO_EFFECT, extras.NO_MONITORS)

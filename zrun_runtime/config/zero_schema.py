@@ -10,7 +10,6 @@ from zrun_runtime.config.keys import (
     HONOURED,
     LARGEST,
     NO_EFFECT,
-    NOT_BUILT,
     UNSUPPORTED,
     Count,
     Fraction,
@@ -41,29 +40,35 @@ Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_stage)]
 
 
 class OffloadParamConfig(Section):
-    """Where the 16-bit parameters live between uses."""
+    """Where shards of the parameters live between uses."""
 
-    device: Device = "none"
-    nvme_path: str | None = None
-    buffer_count: Count = 5
-    buffer_size: Count = 100_000_000
-    max_in_cpu: Size = 1_000_000_000
-    pin_memory: bool = True
+    device: Device = key("none", HONOURED, "shards of parameters live there between uses, and are fetched ahead")
+    nvme_path: str | None = key(None, HONOURED, "an existing directory on the disk; nothing is left in it")
+    buffer_count: Count = key(5, HONOURED, "shards that are in memory at once on their way to or from the disk")
+    buffer_size: Count = key(100_000_000, NO_EFFECT, "a buffer is as large as the largest shard")
+    max_in_cpu: Size = key(
+        1_000_000_000,
+        HONOURED,
+        "device nvme: up to so many elements of a rank's shards stay in host memory all the same",
+    )
+    pin_memory: bool = key(True, HONOURED, "host memory is page-locked where a GPU copies from it")
 
 
 class OffloadOptimizerConfig(Section):
     """Where master weights and moments live between steps."""
 
-    device: Device = "none"
-    nvme_path: str | None = None
-    buffer_count: Count = 4
-    pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
-    fast_init: bool = False
-    ratio: Fraction = 1.0
-    super_offload: bool = False
-    cpuadam_cores_perc: Fraction = 0.8
+    device: Device = key("none", HONOURED, "master weights and moments live there, and the host updates them")
+    nvme_path: str | None = key(None, HONOURED, "an existing directory on the disk; nothing is left in it")
+    buffer_count: Count = key(4, HONOURED, "tiles that are in memory at once on their way to or from the disk")
+    pin_memory: bool = key(True, HONOURED, "host memory is page-locked where a GPU copies from it")
+    pipeline_read: bool = key(False, NO_EFFECT, "the next tile is always read while one is updated")
+    pipeline_write: bool = key(False, NO_EFFECT, "the last tile is always written while one is updated")
+    fast_init: bool = key(False, NO_EFFECT, "nothing is written before the first step")
+    ratio: Fraction = key(
+        1.0, HONOURED, "this share of the elements is offloaded, in whole groups; the rest stays on the device"
+    )
+    super_offload: bool = key(False, NO_EFFECT, "the update runs in this process, with fused kernels")
+    cpuadam_cores_perc: Fraction = key(0.8, NO_EFFECT, "the update uses the threads that torch has (OMP_NUM_THREADS)")
 
 
 class LeafModuleConfig(Section):
@@ -93,14 +98,10 @@ class ZeroConfig(Section):
     )
     overlap_comm: bool | None = key(None, NO_EFFECT, "communication always overlaps computation")
     sub_group_size: Size = key(
-        1_000_000_000, NO_EFFECT, "one group is updated at a time, in place, which costs nothing beside it"
+        1_000_000_000, HONOURED, "upper bound of what is updated at once where the optimizer is offloaded"
     )
-    offload_param: OffloadParamConfig = section(
-        OffloadParamConfig, NO_EFFECT, f"{NOT_BUILT}: parameters stay in device memory", stages=(3,)
-    )
-    offload_optimizer: OffloadOptimizerConfig = section(
-        OffloadOptimizerConfig, NO_EFFECT, f"{NOT_BUILT}: optimizer state stays in device memory"
-    )
+    offload_param: OffloadParamConfig = section(OffloadParamConfig, stages=(3,))
+    offload_optimizer: OffloadOptimizerConfig = section(OffloadOptimizerConfig, stages=(1, 2, 3))
 
     prefetch_bucket_size: Size = key(
         50_000_000,

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from zrun_runtime.consolidate import full_value
 from zrun_runtime.errors import ParameterError
+from zrun_runtime.group_state import GroupState
 from zrun_runtime.reducer import GroupGrads
+from zrun_runtime.state_homes import MASTER
 from zrun_runtime.zero.homes import Place, place_of
 
 
@@ -27,7 +29,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the master values, the same on every rank; the model sees them at once. A collective."""
     place, master = _master(param)
     _put(place, master, value)
-    _publish(place)
+    _keep(place, MASTER, master)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -60,6 +62,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """
     place, state = _state(param, optim_state_key)
     _put(place, _existing(state, optim_state_key), value)
+    _keep(place, optim_state_key, state)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -71,7 +74,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master values. A collective where parameters are full between uses."""
     place, master = _master(param)
     _put_part(place, master, value)
-    _publish(place)
+    _keep(place, MASTER, master)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -98,6 +101,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     """Set this rank's part of one kind of optimizer state."""
     place, state = _state(param, optim_state_key)
     _put_part(place, _existing(state, optim_state_key), value)
+    _keep(place, optim_state_key, state)
 
 
 def safe_update_full_grad_vectorized(
@@ -114,10 +118,16 @@ def safe_update_full_grad_vectorized(
 # ---- where things are
 
 
-def _master(param: nn.Parameter) -> tuple[Place | None, Tensor | None]:
+def _state_of(param: nn.Parameter) -> tuple[Place | None, GroupState | None]:
     place = place_of(param)
-    master = place.group.master if place is not None else None
-    return place, master.detach() if master is not None else None
+    if place is None or place.engine is None or place.engine.updater is None or place.group.master is None:
+        return place, None
+    return place, place.engine.updater.read_state(place.group)
+
+
+def _master(param: nn.Parameter) -> tuple[Place | None, Tensor | None]:
+    place, state = _state_of(param)
+    return place, state.master if state is not None else None
 
 
 def _grads(param: nn.Parameter) -> tuple[Place | None, GroupGrads | None]:
@@ -127,11 +137,21 @@ def _grads(param: nn.Parameter) -> tuple[Place | None, GroupGrads | None]:
 
 
 def _state(param: nn.Parameter, key: str) -> tuple[Place | None, Tensor | None]:
-    place = place_of(param)
-    if place is None or place.engine is None or place.group.master is None or place.engine.optimizer is None:
+    place, state = _state_of(param)
+    if state is None:
         return place, None
-    value = place.engine.optimizer.state.get(place.group.master, {}).get(key)
+    value = state.moments.get(key, state.scalars.get(key))
     return place, value if isinstance(value, Tensor) else None
+
+
+def _keep(place: Place | None, kind: str, changed: Tensor | None) -> None:
+    """Put back state that was read and changed, and let the model see it: a collective where that is the master."""
+    updater = place.engine.updater if place is not None and place.engine is not None else None
+    if place is None or updater is None or changed is None:
+        return
+    updater.homes.change(place.group, kind, changed)
+    if kind == MASTER:
+        place.group.publish().wait()
 
 
 def _existing(state: Tensor | None, key: str) -> Tensor:
@@ -142,11 +162,6 @@ def _existing(state: Tensor | None, key: str) -> Tensor:
 
 def _scale(place: Place | None) -> float:
     return place.engine.loss_scale() if place is not None and place.engine is not None else 1.0
-
-
-def _publish(place: Place | None) -> None:
-    if place is not None:
-        place.group.publish().wait()
 
 
 def _full(place: Place | None, param: nn.Parameter, stored: Tensor | None) -> Tensor | None:

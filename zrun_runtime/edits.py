@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.telemetry import notice
 
@@ -25,6 +27,17 @@ class Edits:
             if group.take_back():
                 text = "was given other memory (p.data = , .to(), ...): its values were taken, its layout stays"
                 self._tell(f"a parameter of {group.spec.label} {text}")
+
+    def flags(self, groups: Iterable[FlatGroup]) -> dict[FlatGroup, Tensor]:  # () bool, on the device
+        """Whether this rank's part of the weights is other than the master weights rounded. Not of those that are one,
+        and not of those whose optimizer is offloaded: they are compared when they are updated, piece by piece."""
+        found = {}
+        for group in groups:
+            if group.weights is not None and not group.comes_and_goes and not group.plan.offloads_optimizer:
+                flag = group.weights.edit_flag()
+                if flag is not None:
+                    found[group] = flag
+        return found
 
     def take(self, edited: Sequence[FlatGroup]) -> None:
         """Edits of 16-bit weights would be undone when the master weights are published next."""

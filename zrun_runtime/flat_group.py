@@ -260,13 +260,6 @@ class FlatGroup:
             self.weights.take_edits()
         self._versions = [p._version for p in self.spec.parameters]
 
-    def edit_flag(self) -> Tensor | None:  # () bool, on the device
-        """Whether this rank's part of the weights is other than the master weights rounded. None: they are one, or they
-        are compared when they are updated next, piece by piece."""
-        if self.comes_and_goes or self.weights is None or self.plan.offloads_optimizer:
-            return None
-        return self.weights.edit_flag()
-
     def edited(self) -> bool:
         """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""
         start, stop = self.layout.shard_bounds(self.collectives.world.rank)

@@ -155,7 +155,7 @@ class ZeroModel:
         self.reducer.finish_step()
         square_sum = self.reducer.square_sum()
         loss_sum = sum((loss.reshape(()).to(square_sum) for loss in losses), torch.zeros_like(square_sum))
-        flags = {group: flag for group in self.groups if (flag := group.edit_flag()) is not None}
+        flags = self.edits.flags(self.groups)
         mine = torch.stack([square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]).tolist()
         self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
         heard = self.collectives.exchange(self._ticket, (*mine[:2], len(losses))).wait()

@@ -99,7 +99,7 @@ def collect(trainer: Trainer, client_state: Any, exclude_frozen: bool) -> Conten
     """
     zero = trainer.zero
     zero.edits.take_back(zero.groups)
-    zero.edits.take([flat for flat in zero.groups if (flag := flat.edit_flag()) is not None and bool(flag)])
+    zero.edits.take([flat for flat, flag in zero.edits.flags(zero.groups).items() if bool(flag)])
     found = Contents()
     grouped: set[int] = set()
     for flat in zero.groups:
@@ -138,7 +138,7 @@ def _describe(flat: FlatGroup, updater: ShardedOptimizer | None) -> StoredGroup:
         )
         for name, view, offset in zip(flat.spec.names, flat.views, flat.layout.offsets, strict=True)
     ]
-    scalars = updater.read_state(flat).scalars if updater is not None and flat.master is not None else {}
+    scalars = updater.homes.scalars(flat) if updater is not None and flat.master is not None else {}
     return StoredGroup(
         label=canonical(flat.spec.label),
         padded_numel=flat.layout.padded_numel,

@@ -28,7 +28,7 @@ from zrun.keeper import GIVE_UP_SECONDS, watch
 from zrun.outputs import last_traceback
 from zrun.processes import Ending, JobProcesses, Mark, adopt_orphans
 from zrun.spool import SpoolDirectory
-from zrun.taps import Tap, drain
+from zrun.taps import OutputTap, Tap, drain
 from zrun.wire import QUESTION
 from zrun.workers import Worker, start_worker
 
@@ -58,6 +58,7 @@ class Agent:
         self._stopped = False  # the workers are being ended; otherwise they end by themselves
         self._next_look = 0.0  # at what is left, while ending
         self._keep_output = False
+        self._heard_at: float | None = None  # a byte of output of any rank, last
         self._keeper = os.getppid()
         self._oom_kills = count_oom_kills()
         self._wakeup = _signals_as_bytes()
@@ -104,8 +105,11 @@ class Agent:
             self._on_commands()
         now = time.monotonic()
         for data in ready.values():
-            if data is not None and data.read(self._outbox, now) == 0:
+            taken = data.read(self._outbox, now) if data is not None else None
+            if taken == 0:
                 self._untap(data)
+            elif taken and isinstance(data, OutputTap):
+                self._heard_at = now
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 key.data.tick(self._outbox, now)
@@ -183,7 +187,8 @@ class Agent:
             elif command.name == "kill":
                 self._stop(signal.SIGKILL, 0.0)
             elif command.name == "beat":
-                self._outbox.put(events.AgentAlive())
+                silent = None if self._heard_at is None else time.monotonic() - self._heard_at
+                self._outbox.put(events.AgentAlive(silent))
             elif command.name == "keep":
                 self._keep_output = True
             elif command.name == "signal":

@@ -12,6 +12,7 @@ nobody. Should this process itself have been stopped or suspended, it does not c
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Attempt:
         ]
         self._outcome = Outcome(job.specs, job.skews)
         self._feed = feed
-        self._heart = Heart(self._connections, job.specs[0].lease)
+        self._patience = min(job.specs[0].lease, stall_seconds or math.inf)  # the shortest silence that means something
+        self._heart = Heart(self._connections, self._patience)
         now = time.monotonic()
         self._times = Times(now, now, now, looked_at=now)
         self._stall_seconds = stall_seconds
@@ -102,7 +104,7 @@ class Attempt:
 
     def _seconds_to_wait(self) -> float:
         times = (self._times.stop_at, self._times.remark_at, self._times.give_up_at)
-        tick = min(1.0, self._job.specs[0].lease / 8)
+        tick = min(1.0, self._patience / 8)
         return max(0.0, min([tick, *(t - time.monotonic() for t in times if t is not None)]))
 
     def _next_item(self, timeout: float) -> object:
@@ -161,6 +163,7 @@ class Attempt:
         elif number == signal.SIGTSTP:
             self._heart.hold()
             self._signals.stop_here()
+            self._times.awake_since = time.monotonic()
             self._heart.go_on()
         elif self._times.interrupted_at is None:
             self._times.interrupted_at = time.monotonic()
@@ -189,7 +192,7 @@ class Attempt:
 
     def _look_at_the_hosts(self, now: float) -> None:
         times, lease = self._times, self._job.specs[0].lease
-        if now - times.looked_at > lease / 2:  # this process was stopped
+        if now - times.looked_at > self._patience / 2:  # this process was stopped
             times.awake_since = now
         times.looked_at = now
         late = now > times.started + GREETING_SECONDS
@@ -209,7 +212,8 @@ class Attempt:
         limit, times = self._stall_seconds, self._times
         if limit is None or times.give_up_at is not None or times.stop_at is not None:
             return
-        if now - max(times.spoke_at, times.awake_since) > limit:
+        # Output that is no line yet, or one too many for the console, is only known to the agents.
+        if now - max(times.spoke_at, times.awake_since, *(c.spoke_at for c in self._connections)) > limit:
             times.spoke_at = now
             self._outcome.stall(limit)
             self._feed.message("warning", f"all ranks are silent for {limit:g} s: they are ended to show their stacks")

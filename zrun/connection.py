@@ -67,6 +67,7 @@ class Connection:
         self.closed = False  # set by the supervisor, when it has heard of it
         self.silent = False  # set by the supervisor: nothing will be heard of it any more
         self.heard_at = time.monotonic()
+        self.spoke_at = 0.0  # a rank of this host, last, as far as its agent has told
         self._host = host
         self._transport = transport
         self._queue = queue
@@ -75,11 +76,10 @@ class Connection:
         self._cancelled = False  # it was stopped before that
         self._lock = threading.Lock()
         self._room = threading.Semaphore(_IN_FLIGHT)
-        self._thread = threading.Thread(target=self._serve, name=f"host-{spec.node_rank}", daemon=True)
 
     def start(self) -> None:
         """Starts the agent and listens, in a thread."""
-        self._thread.start()
+        threading.Thread(target=self._serve, name=f"host-{self.place}", daemon=True).start()
 
     def command(self, name: str, **values: float) -> None:
         """Sends a command. An agent that is gone will be noticed by the thread that listens to it."""
@@ -147,6 +147,8 @@ class Connection:
             event = decode(line)
             if not isinstance(event, AgentAlive):
                 self._put(event)
+            elif event.silent is not None:
+                self.spoke_at = max(self.spoke_at, self.heard_at - event.silent)
 
     def _put(self, event: Event) -> None:
         self._room.acquire()

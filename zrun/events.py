@@ -87,6 +87,7 @@ class AgentAlive(Event):
     """The answer to a heartbeat."""
 
     kind: ClassVar[str] = "alive"
+    silent: float | None = None  # seconds since a byte came from any rank; None: none ever did
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,15 @@ _FLUSH_SECONDS = 2.0  # for the last words before a silence
 
 
 class Heart:
-    """Tells the agents, from a thread, that the launcher lives."""
+    """Tells the agents, from a thread, that the launcher lives.
 
-    def __init__(self, connections: list[Connection], lease: float) -> None:
+    Args:
+        patience: seconds of silence that would mean something.
+    """
+
+    def __init__(self, connections: list[Connection], patience: float) -> None:
         self._connections = connections
-        self._seconds = min(5.0, lease / 4)
+        self._seconds = min(5.0, patience / 4)
         self._over = threading.Event()
         self._beating = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 from tests.launch.jobs import ROOT, job
 
@@ -61,6 +63,34 @@ def test_a_job_that_stands_still_shows_where(tmp_path):
         assert run.wait() == 134
         assert "silent for 1 s: rank 1 on localhost differs: at " in run.out
         assert run.pids() == []
+
+
+def test_dots_are_no_silence(tmp_path):
+    script = """
+        import sys, time
+        for _ in range(20):
+            print(".", end="", flush=True)
+            time.sleep(0.2)
+    """
+    with job(tmp_path, script, "--num_gpus", "2", "--stall_timeout", "1.5", *CPU) as run:
+        assert run.wait() == 0, run.out
+
+
+def test_ctrl_z_is_no_silence(tmp_path):
+    script = """
+        import os, time
+        while not os.path.exists("go"):
+            print("working", flush=True)
+            time.sleep(0.1)
+    """
+    with job(tmp_path, script, "--num_gpus", "2", "--stall_timeout", "2", "--lease", "30", *CPU) as run:
+        run.wait_for(lambda: run.out.count("working") >= 4)
+        run.process.send_signal(signal.SIGTSTP)
+        time.sleep(3)
+        run.process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        (tmp_path / "go").touch()
+        assert run.wait() == 0, run.out
 
 
 def test_ps_and_kill(tmp_path):

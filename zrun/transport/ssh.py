@@ -1,8 +1,7 @@
 """An agent on another machine: started through SSH, one connection a host, whatever is run over it.
 
 The command line is only the interpreter and the module; everything else travels on stdin, where no shell reads it and
-`ps` shows none of it. Login shells differ in nearly all but `cd`, `;`, `exec` and single quotes, so these are all that is
-used.
+`ps` shows none of it. Login shells differ in nearly all but `cd`, `;`, `exec` and single quotes: nothing else is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started."""
+"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started; should it be stopped,
+the keeper wakes it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,25 @@ def watch(agent: int, spec: JobSpec) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _outlive)
     adopt_orphans()
-    _, status = os.waitpid(agent, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(_wait_for(agent, spec.lease))
     if code != 0:
         _end_all(JobProcesses(Mark(spec.job_id, spec.node_rank), os.getpid()), spec.grace)
     return code if code >= 0 else 128 - code
+
+
+def _wait_for(agent: int, lease: float) -> int:
+    """How the agent ended. One that somebody has stopped is woken after a lease: stopped, it could end nothing."""
+    while True:
+        _, status = os.waitpid(agent, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
+            return status
+        until = time.monotonic() + lease
+        while time.monotonic() < until:
+            ended, status = os.waitpid(agent, os.WNOHANG)
+            if ended:
+                return status
+            time.sleep(_POLL_SECONDS)
+        os.kill(agent, signal.SIGCONT)
 
 
 def _outlive(number: int, frame: object) -> None:

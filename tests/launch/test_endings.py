@@ -235,15 +235,14 @@ def test_a_silent_launcher_loses_its_lease(tmp_path):
 
 
 def test_an_agent_that_was_stopped_ends_its_workers(tmp_path):
-    with job(tmp_path, SLEEP, "--num_gpus", "2", "--grace", "0.5", *CPU) as run:
+    with job(tmp_path, SLEEP, "--num_gpus", "2", "--lease", "1", "--grace", "0.5", *CPU) as run:
         both_up(run)
         _, agent = run.agents()
         kill(agent, signal.SIGSTOP)
         run.process.kill()
-        time.sleep(0.5)
+        time.sleep(0.3)
         assert run.workers()
-        kill(agent, signal.SIGCONT)
-        run.wait_gone(3)
+        run.wait_gone(1 + 0.5 + 5)
 
 
 @pytest.mark.slow

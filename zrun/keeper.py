@@ -1,5 +1,5 @@
-"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started; should it be stopped,
-the keeper wakes it.
+"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started; it wakes an agent that
+somebody stopped.
 """
 
 from __future__ import annotations

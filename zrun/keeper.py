@@ -1,5 +1,5 @@
-"""The agent's tiny parent. Should the agent be killed, the keeper ends what the agent had started; it wakes an agent that
-somebody stopped.
+"""The agent's tiny parent. Should the agent be killed, the keeper ends what it had started; should it be stopped, the
+keeper wakes it.
 """
 
 from __future__ import annotations

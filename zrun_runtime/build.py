@@ -172,7 +172,11 @@ def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Conf
             notice(
                 "warning", f"scheduler.type {config.scheduler.type}: not used, as initialize() was given a scheduler"
             )
-        return lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(updater.optimizer)
+        schedule = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(updater.optimizer)
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and world.rank == 0:
+            text = "the engine steps it where it is told a measure: engine.step(lr_kwargs={'metrics': ...})"
+            notice("info", f"ReduceLROnPlateau: {text}; else call its step yourself")
+        return schedule
     return build_scheduler(config.scheduler, updater.optimizer) if config.scheduler is not None else None
 
 

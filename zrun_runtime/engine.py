@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zrun_runtime.collectives import Collectives
@@ -169,8 +170,7 @@ class Engine(EngineCheckpoint):
         verdict = self.zero.vote(self._losses, self.loss_scale())
         if verdict.finite:
             self.zero.update(verdict)
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._step_schedule(lr_kwargs or {})
         else:
             self._skip()
         self._adapt_loss_scale(overflow=not verdict.finite)
@@ -179,6 +179,11 @@ class Engine(EngineCheckpoint):
         self._scaled = False
         self._report(verdict)
         self._tell_optimizer()
+
+    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
+        needs_more = isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs
+        if self.lr_scheduler is not None and not needs_more:
+            self.lr_scheduler.step(**lr_kwargs)
 
     def _skip(self) -> None:
         self.skipped_steps += 1

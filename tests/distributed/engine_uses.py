@@ -251,6 +251,19 @@ def clients(rank: int, world: int, *, stage: int) -> dict[str, Any]:
         engine.step()
         rates.append(engine.get_lr()[0])
     found["rates"], found["same"] = rates, scheduler.optimizer is optimizer is engine.optimizer
+    engine, _, _, plateau = zrun_runtime.initialize(
+        model=build(Plain()),
+        config=config,
+        optimizer=lambda params: torch.optim.SGD(params, 0.1),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    )
+    found["plateau"] = []
+    for step, lr_kwargs in enumerate((None, {"metrics": 1.0}, {"metrics": 2.0}, None)):
+        engine.backward(loss_of(engine, Spot(step, rank, 0)))
+        engine.step(lr_kwargs)
+        found["plateau"].append(engine.get_lr()[0])
+    plateau.step(3.0)
+    found["plateau"].append(engine.get_lr()[0])
     model = build(Plain())
     mine = Lion(model.parameters(), lr=1e-2)
     groups = mine.param_groups

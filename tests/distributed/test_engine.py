@@ -110,6 +110,7 @@ OPTIMIZERS = {
     **{name: (name, DECAY) for name in ("SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Lion", "Lamb")},
     "ASGD": ("ASGD", {"lr": 0.01}),
     "Adadelta": ("Adadelta", {"lr": 0.5}),
+    "Rprop": ("Rprop", {"lr": 1e-3, "etas": [0.5, 1.2]}),
     "lamb, clamped": ("lamb", {**DECAY, "max_coeff": 0.7, "min_coeff": 0.1}),
 }
 KIND = {"Adam": "AdamW", "Adam, coupled": "Adam", "Adam of torch": "AdamW", "lamb, clamped": "Lamb"}
@@ -130,6 +131,7 @@ def test_optimizers_and_schedules_of_the_client(stage: int, world: Worlds) -> No
     for found in world(2).run(engine_uses.clients, stage=stage):
         assert found["rates"] == pytest.approx([0.1 / 2, 0.1 / 3, 0.1 / 4])
         assert found["same"] and found["mine"]
+        assert found["plateau"] == [0.1, 0.1, 0.05, 0.05, 0.025], "a measure is the program's to give"
         assert found["moved"] == {"bias"}
         assert "LBFGS" in found["refused"] and "use AdamW" in found["refused"]
 

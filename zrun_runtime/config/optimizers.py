@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,6 +47,7 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
         "weight_decay": _DECAY,
         "initial_accumulator_value": Argument(number()),
         "eps": _EPS,
+        "maximize": Argument(flag),
     },
     "RMSprop": {
         "lr": argument(number(), 1e-2),
@@ -54,8 +56,15 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
         "weight_decay": _DECAY,
         "momentum": Argument(number()),
         "centered": Argument(flag),
+        "maximize": Argument(flag),
     },
-    "Adamax": {"lr": argument(number(), 2e-3), "betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY},
+    "Adamax": {
+        "lr": argument(number(), 2e-3),
+        "betas": _BETAS,
+        "eps": _EPS,
+        "weight_decay": _DECAY,
+        "maximize": Argument(flag),
+    },
     "NAdam": {
         "lr": argument(number(), 2e-3),
         "betas": _BETAS,
@@ -63,6 +72,7 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
         "weight_decay": _DECAY,
         "momentum_decay": Argument(number()),
         "decoupled_weight_decay": Argument(flag),
+        "maximize": Argument(flag),
     },
     "RAdam": {
         "lr": _RATE,
@@ -70,6 +80,7 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
         "eps": _EPS,
         "weight_decay": _DECAY,
         "decoupled_weight_decay": Argument(flag),
+        "maximize": Argument(flag),
     },
     "Lion": {"lr": _RATE, "betas": argument(pair(), (0.9, 0.99)), "weight_decay": argument(number(), 0.0)},
     "Lamb": {
@@ -84,11 +95,24 @@ OPTIMIZERS: dict[str, dict[str, Argument]] = {
     "ASGD": {
         "lr": argument(number(), 1e-2),
         "lambd": Argument(number()),
-        "alpha": Argument(number()),
+        "alpha": Argument(number(0, 10)),
         "t0": Argument(number()),
         "weight_decay": _DECAY,
+        "maximize": Argument(flag),
     },
-    "Adadelta": {"lr": argument(number(), 1.0), "rho": Argument(number(0, 1)), "eps": _EPS, "weight_decay": _DECAY},
+    "Adadelta": {
+        "lr": argument(number(), 1.0),
+        "rho": Argument(number(0, 1)),
+        "eps": _EPS,
+        "weight_decay": _DECAY,
+        "maximize": Argument(flag),
+    },
+    "Rprop": {
+        "lr": argument(number(), 1e-2),
+        "etas": Argument(pair(0, math.inf)),
+        "step_sizes": Argument(pair(0, math.inf)),
+        "maximize": Argument(flag),
+    },
 }
 
 _COMPRESSED = "sends compressed gradients, which changes the result: use AdamW"

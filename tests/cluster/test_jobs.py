@@ -278,3 +278,15 @@ def test_a_proxy_command(lab, tmp_path):
     run = run_job(lab, tmp_path, SHOW)
     assert len(shown(run)) == 4
     wait_for(lambda: not lab.desk.pids_of("pipe.py"), "the end of the proxy")
+
+
+def test_a_jump_host_is_logged_in_to_once(lab, tmp_path):
+    """Its server takes one login at a time, and drops those that come meanwhile."""
+    names = [f"behind-{i}" for i in range(6)]
+    config = lab.write_ssh_config()
+    blocks = [f"Host {name}\n    HostName 10.99.0.2\n    ProxyJump node-1\n" for name in names]
+    config.write_text("".join(blocks) + config.read_text())
+    lab.nodes[0].stop_sshd()
+    lab.nodes[0].start_sshd(MaxStartups="1:100:1")
+    run = run_job(lab, tmp_path, SHOW, hosts="".join(f"{name} slots=1\n" for name in names))
+    assert len(shown(run)) == 6

@@ -176,11 +176,12 @@ class SshTransport:
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
+        self._login.close()
 
     def _session(self, host: Host) -> Session:
         with self._locks[host]:
             session = self._sessions.get(host)
-            if session is None or not session.transport.is_active():
+            if session is None or not session.alive:
                 session = self._sessions[host] = self._login.connect(self._targets[host])
             return session
 

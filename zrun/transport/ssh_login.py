@@ -20,6 +20,7 @@ import paramiko
 
 from zrun.errors import HostLostError
 from zrun.hostfile import Host
+from zrun.transport.jumps import Jumps, parse_jump
 from zrun.transport.known_hosts import KnownHosts, add_line, known_as
 from zrun.transport.ssh_config import SshConfig, Target
 from zrun.transport.ssh_options import SshOptions
@@ -41,6 +42,11 @@ class Session:
         self.peer = peer  # the address that was connected to; empty if only a proxy knows
         self._below = below
 
+    @property
+    def alive(self) -> bool:
+        """It has not ended, as far as is known."""
+        return bool(self.transport.is_active())
+
     def close(self) -> None:
         self.transport.close()
         self._below.close()
@@ -54,7 +60,6 @@ class Way:
     peer: str = ""
     program: subprocess.Popen[bytes] | None = None
     words: BinaryIO | None = None  # what the program said on stderr
-    jump: Session | None = None
 
     def close(self) -> None:
         self.sock.close()
@@ -67,8 +72,6 @@ class Way:
                 self.program.wait()
         if self.words is not None:
             self.words.close()
-        if self.jump is not None:
-            self.jump.close()
 
     def complaint(self) -> str:
         """What the program that makes the way has to say."""
@@ -91,6 +94,7 @@ class SshLogin:
         self._config = SshConfig(options.config_file)
         self._known: dict[tuple[str, ...], KnownHosts] = {}
         self._lock = threading.Lock()
+        self._jumps: Jumps[Session] = Jumps()
 
     def target(self, host: Host) -> Target:
         """How a host is reached.
@@ -107,6 +111,10 @@ class SshLogin:
             HostLostError: it cannot be reached, is not who it should be, or does not let us in.
         """
         return self._connect(target, time.monotonic() + self._options.connect_timeout, 0)
+
+    def close(self) -> None:
+        """Ends the connections to hosts that others lie behind. The sessions are their owners'."""
+        self._jumps.close()
 
     def _connect(self, target: Target, until: float, depth: int) -> Session:
         way = self._find_way(target, until, depth)
@@ -146,22 +154,21 @@ class SshLogin:
             raise HostLostError(
                 f"{target}: ProxyJump leads over more than {_MAX_JUMPS} hosts", "does it go in circles?"
             )
-        jump = self.target(_parse_jump(last))
+        jump = self.target(parse_jump(last))
         if before:
             jump = dataclasses.replace(jump, proxy_jump=",".join(before))
         try:
-            session = self._connect(jump, until, depth + 1)
+            session = self._jumps.get(jump, until, lambda: self._connect(jump, until, depth + 1))
         except HostLostError as error:
             raise HostLostError(f"{target} lies behind {jump}: {error.message}", error.hint) from None
         try:
             place = (target.hostname, target.port)
             channel = session.transport.open_channel("direct-tcpip", place, ("127.0.0.1", 0), timeout=_left(until))
         except (paramiko.SSHException, OSError, EOFError) as error:
-            session.close()
             raise HostLostError(
                 f"{jump} cannot connect to {target.hostname}:{target.port}: {text_of(error)}", target.command()
             ) from None
-        return Way(channel, jump=session)
+        return Way(channel)
 
     # ---- who is there ----------------------------------------------------------------------------------------------
 
@@ -367,19 +374,6 @@ def _run_proxy(target: Target) -> Way:
             start_new_session=True,
         )
     return Way(ours, program=program, words=words)
-
-
-def _parse_jump(text: str) -> Host:
-    """`[user@]host[:port]`, or the same as ssh://."""
-    rest = text.strip().removeprefix("ssh://")
-    user, _, place = rest.rpartition("@")
-    name, colon, port = place.rpartition(":")
-    if place.startswith("["):
-        name, _, port = place[1:].partition("]")
-        port, colon = port.lstrip(":"), ":" if port else ""
-    if not colon:
-        name, port = place, ""
-    return Host(name, 0, user=user, port=int(port) if port.isdecimal() else None)
 
 
 def _left(until: float) -> float:

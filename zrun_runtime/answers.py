@@ -82,6 +82,21 @@ class EngineAnswers(ConfigAnswers):
 
     basic_optimizer = client_optimizer = optimizer  # there is one object, the caller's own if one was given
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's: with it, `defaults` and `state` an engine can stand where an optimizer is asked for."""
+        return self.optimizer.param_groups if self.optimizer else []
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.defaults if self.optimizer else {}
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's, of this rank's master weights."""
+        return self.optimizer.state if self.optimizer else {}
+
     def _of_groups(self, name: str, default: Any) -> list[Any]:
         return [group.get(name, default) for group in self.optimizer.param_groups] if self.optimizer else []
 

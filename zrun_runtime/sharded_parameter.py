@@ -26,6 +26,7 @@ from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -82,8 +83,8 @@ _set_version = torch._C._autograd._unsafe_set_version_counter
 
 # Answered from the placeholder itself: they do not read values.
 _HARMLESS = {
-    "__hash__", "__len__", "__setstate__", "_is_view", "dim", "element_size", "get_device",
-    "is_complex", "is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "register_hook",
+    "__hash__", "__len__", "__setstate__", "_has_compatible_shallow_copy_type", "_is_view", "dim", "element_size",
+    "get_device", "is_complex", "is_floating_point", "is_pinned", "ndimension", "nelement", "numel", "register_hook",
     "register_post_accumulate_grad_hook", "requires_grad_", "size",
 }  # fmt: skip
 _HARMLESS_PROPERTIES = {
@@ -113,8 +114,8 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if name in _OF_THE_VIEW:
                 return func(_records[args[0]].view, *args[1:], **kwargs)
-            if name in _CASTS and _changes_nothing(func, args, kwargs):
-                return args[0]  # Module.to(device) where the module is already ...
+            if name in _CASTS and _keeps_dtype(func, args, kwargs):
+                return args[0]  # Module.to(device): its slices stay where they are. It ...
             if prop == "data" and name == "__set__" and args[0] is args[1]:
                 return None  # ... ends with this
         global _call
@@ -154,6 +155,10 @@ class ShardedParameter(nn.Parameter):
     def ds_shape(self) -> torch.Size:
         """Shape of the whole parameter."""
         return self.shape
+
+    def partition_numel(self) -> int:
+        """Elements of a rank's part."""
+        return -(-self.numel() // dist.get_world_size())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedParameter({_records[self].label!r}, shape={tuple(self.shape)}, values elsewhere)"
@@ -224,10 +229,10 @@ def call_number() -> int:
     return _call
 
 
-def _changes_nothing(cast: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """A tensor of this parameter's dtype and device is what the cast makes of it."""
+def _keeps_dtype(cast: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """The cast makes of a tensor like this parameter one of the same dtype; maybe elsewhere."""
     like = torch.empty((0,) * args[0].dim(), dtype=args[0].dtype, device=args[0].device)
-    return cast(like, *args[1:], **kwargs) is like
+    return bool(cast(like, *args[1:], **kwargs).dtype is like.dtype)
 
 
 def _placeholders(args: Any, kwargs: Any) -> list[ShardedParameter]:

@@ -27,13 +27,23 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """The same nest of dicts, lists and tuples with its tensors cloned onto `device`, so a view saves itself alone."""
+    """The same nest of dicts, lists and tuples with its tensors cloned onto `device`, so a view saves itself alone.
+
+    Tensors that are one (tied weights) stay one.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: Any, done: dict[Any, Tensor]) -> Any:
     if isinstance(item, Tensor):
-        return item.detach().to(device, copy=True)
+        place = (item.data_ptr(), item.dtype, item.shape, item.stride())
+        if place not in done or not item.numel():
+            done[place] = item.detach().to(device, copy=True)
+        return done[place]
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(_clone(value, device, done) for value in item)
     if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        return type(item)((key, _clone(value, device, done)) for key, value in item.items())
     return item
 
 

@@ -59,7 +59,7 @@ class Init:
         if dtype is None and source is not None:
             hints = AutoHints(first_world_size=first_world_size())
             dtype = _dtype(load_config(source, world_size=world.size, auto=hints, defer=True))
-        if remote_device not in (None, "none") and world.rank == 0:
+        if remote_device not in (None, "none", world.device.type) and world.rank == 0:
             notice("info", f"zero.Init: remote_device={remote_device} is not built yet: slices stay on {world.device}")
         self._building = Building(Collectives(world), dtype)
         if module is not None:

@@ -111,8 +111,10 @@ class StateHomes:
         return {key: value for key, value in entries.items() if not is_sized(value, numel)}
 
     def read(self, group: FlatGroup) -> GroupState:
-        """All of a group's state, master weights with the edits of what the model sees. Of a group on a disk: copies, of
-        one group's size."""
+        """All of a group's state, master weights with the edits of what the model sees.
+
+        Of a group on a disk: copies, of one group's size.
+        """
         master, store = master_of(group), self.stores[group]
         weights_of(group).take_edits()
         entries = self.optimizer.state.get(master, {})

@@ -74,7 +74,7 @@ def _measure(size: str, stage: int, dtype: str) -> dict[str, Any]:
         _step(engine, *next(data))
     gc.collect()
     held = live_bytes() - before
-    watch = _Watch(engine.module)
+    watch = Watch(engine.module)
     _step(engine, *next(data))
     watch.remove()
     told = sum(engine.state_bytes().values())
@@ -94,7 +94,7 @@ def _step(engine: Any, inputs: Tensor, targets: Tensor) -> None:
     engine.step()
 
 
-class _Watch:
+class Watch:
     """Follows the storages that are empty now; `most` is the most bytes they held together."""
 
     def __init__(self, model: nn.Module) -> None:

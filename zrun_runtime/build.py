@@ -16,9 +16,11 @@ from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
 from zrun_runtime.leaves import leaves_of
+from zrun_runtime.model_size import size_of
 from zrun_runtime.optim import ParamGroups, ShardedOptimizer, as_param_groups, build_optimizer, group_numbers
 from zrun_runtime.plan import StatePlan, TierKind
 from zrun_runtime.precision import DtypePolicy
+from zrun_runtime.savings import savings
 from zrun_runtime.schedules import build_scheduler
 from zrun_runtime.telemetry import notice
 from zrun_runtime.tiers import REQUEST_BYTES, DiskSettings, OffloadSettings
@@ -68,7 +70,7 @@ def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> Aut
         hidden_size=width if isinstance(width, int) else None,
         model_numel=sum(p.numel() for p in model.parameters()),
         device="cuda" if world.device.type == "cuda" else "cpu",
-        bf16_supported=world.device.type == "cpu" or torch.cuda.is_bf16_supported(),
+        bf16_supported=world.device.type != "cuda" or torch.cuda.is_bf16_supported(),
         learning_rate=float(rates[0]) if rates else None,
     )
 
@@ -188,6 +190,7 @@ def _announce(engine: Engine) -> None:
         {
             "model": f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {trained:,} trained",
             "zero": f"stage {config.zero.stage}, {len(engine.zero.groups)} groups",
+            "memory": savings(config, size_of(engine.module), engine.zero.settings.plan),
             "precision": config.precision,
             "batch": f"{config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} steps"
             f" x {world.size} ranks",

@@ -10,7 +10,7 @@ from torch import nn
 from zrun_runtime.config import Config
 from zrun_runtime.distributed import World
 from zrun_runtime.early import early_shard, recast_early
-from zrun_runtime.errors import ConfigError
+from zrun_runtime.errors import ConfigError, ParameterError
 from zrun_runtime.ownership import refuse_to_cast
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.sharded_parameter import ShardedParameter, take_values
@@ -21,8 +21,15 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
 
     Raises:
         ConfigError: `keep_in_fp32_modules` names what the model does not have.
-        ParameterError: another engine has a parameter in another type.
+        ParameterError: another engine has a parameter in another type, or a parameter has no values.
     """
+    empty = [name for name, p in model.named_parameters() if p.is_meta and not world.imagined]
+    if empty:
+        raise ParameterError(
+            f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}",
+            "give them values before initialize() (model.to_empty(device=...), then load_state_dict), "
+            "or build the model inside zrun_runtime.zero.Init",
+        )
     kept = kept_in_fp32(model, config)
     sharded = any(type(p) is ShardedParameter for p in model.parameters())  # those are on the device, in slices
     if not sharded:

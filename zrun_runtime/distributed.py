@@ -2,6 +2,11 @@
 
 zrun and torchrun set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*; srun and Open MPI set their own names. Without any of
 them the process is a world of one and needs no process group.
+
+[Note: the imagined world]
+Over torch's backend "fake" one process is one rank of a world of any size: nothing is sent, and the device is meta,
+where tensors have shapes and no values. The engine lays a model out, trains and counts bytes as it would there. What
+only values could tell is assumed: other ranks say what this one says, and gradients are finite.
 """
 
 from __future__ import annotations
@@ -40,6 +45,11 @@ class World:
     backend: str
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+
+    @property
+    def imagined(self) -> bool:
+        """See [Note: the imagined world]."""
+        return "fake" in self.backend
 
 
 _control_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -108,7 +118,7 @@ def current_world() -> World:
         raise DistributedError("the default process group is gone", "call zrun_runtime.init_distributed() first")
     backend = dist.get_backend(group)
     local = local_rank()
-    control = group if "gloo" in backend else _control_groups.get(group)
+    control = group if "gloo" in backend or "fake" in backend else _control_groups.get(group)
     if control is None:
         control = _control_groups[group] = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return World(
@@ -135,6 +145,8 @@ def first_world_size() -> int | None:
 
 def training_device(local_rank: int, backend: str) -> torch.device:
     """The device this rank trains on: ZRUN_DEVICE if the launcher said so, else a GPU if the backend can reach it."""
+    if "fake" in backend:
+        return torch.device("meta")
     if not wants_cuda() or "nccl" not in backend:
         return torch.device("cpu")
     count = torch.cuda.device_count()

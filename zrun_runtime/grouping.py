@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
+from zrun_runtime.layout import group_limit, small_enough_to_keep
 from zrun_runtime.sharded_parameter import ShardedParameter
 
-GROUP_BYTES = 16 * 2**20  # measured: 4 MiB costs 4 % of a step, 64 MiB wins 3 % and costs 5 bytes a parameter
-_SMALLEST_GROUP_BYTES = 256 * 2**10
-_KEEP_FULL_SHARE = 0.01  # of all parameters: what small groups kept full may add up to
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _READS_CHILDREN = (nn.MultiheadAttention, nn.RNNBase)
@@ -56,8 +54,10 @@ class GroupingPolicy:
     keep_full_total: int  # of all that do
 
 
-def manageable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def manageable(named: Iterable[tuple[str, nn.Parameter]], imagined: bool = False) -> dict[str, nn.Parameter]:
     """The parameters that can live in flat groups; frozen ones that cannot are left alone.
+
+    imagined: parameters need no values.
 
     Raises:
         ParameterError: a trainable parameter is of a kind that cannot be sharded.
@@ -66,7 +66,7 @@ def manageable(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parame
     for name, parameter in named:
         known = type(parameter) in (nn.Parameter, ShardedParameter)
         plain = known and parameter.is_floating_point() and parameter.layout is torch.strided
-        if plain and not parameter.is_meta and parameter.numel():
+        if plain and (imagined or not parameter.is_meta) and parameter.numel():
             found[name] = parameter
         elif parameter.requires_grad and parameter.numel():
             kind = f"{type(parameter).__name__} of {parameter.dtype} on {parameter.device}"
@@ -157,15 +157,10 @@ def specs_of_units(units: Sequence[Unit], optimizer_groups: dict[int, int], poli
 
 def _keep_small_ones(specs: list[GroupSpec], policy: GroupingPolicy) -> list[GroupSpec]:
     """Mark the smallest groups as always full, up to a small share of the model."""
-    numels = {id(spec): sum(p.numel() for p in spec.parameters) for spec in specs}
-    left = min(int(_KEEP_FULL_SHARE * sum(numels.values())), policy.keep_full_total)
-    kept = set()
-    for spec in sorted(specs, key=lambda s: numels[id(s)]):
-        left -= numels[id(spec)]
-        if left < 0 or numels[id(spec)] > policy.keep_full_numel:
-            break
-        kept.add(id(spec))
-    return [GroupSpec(s.label, s.names, s.parameters, s.optimizer_group, id(s) in kept) for s in specs]
+    kept = small_enough_to_keep([_numel(s.parameters) for s in specs], policy.keep_full_numel, policy.keep_full_total)
+    return [
+        GroupSpec(s.label, s.names, s.parameters, s.optimizer_group, index in kept) for index, s in enumerate(specs)
+    ]
 
 
 def specs_in_order(
@@ -176,7 +171,7 @@ def specs_in_order(
 ) -> list[GroupSpec]:
     """Groups for parameters that stay: as they arrive, up to a size, embeddings apart."""
     total = sum(p.numel() * p.element_size() for _, p in named)
-    limit = min(GROUP_BYTES, max(_SMALLEST_GROUP_BYTES, total // 8))
+    limit = group_limit(total)
     apart = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     closed: list[dict[str, nn.Parameter]] = []
     filling: dict[_Key, dict[str, nn.Parameter]] = {}

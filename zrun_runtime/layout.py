@@ -14,6 +14,9 @@ from enum import Enum
 
 ALIGN_BYTES = 16
 SHARD_BYTES = 64
+GROUP_BYTES = 16 * 2**20  # measured: 4 MiB costs 4 % of a step, 64 MiB wins 3 % and costs 5 bytes a parameter
+_SMALLEST_GROUP_BYTES = 256 * 2**10
+_KEEP_FULL_SHARE = 0.01  # of all parameters: what small groups kept full may add up to
 
 
 class Layout(Enum):
@@ -85,3 +88,23 @@ def lay_out(numels: Sequence[int], itemsize: int, world_size: int) -> FlatLayout
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def group_limit(total_bytes: int) -> int:
+    """Bytes of a group, at most, where the trained parameters of a model take `total_bytes` and stay whole."""
+    return min(GROUP_BYTES, max(_SMALLEST_GROUP_BYTES, total_bytes // 8))
+
+
+def small_enough_to_keep(numels: Sequence[int], most: int, total: int) -> set[int]:
+    """Which of groups of these sizes (elements) are never sharded: the smallest, up to a small share of the model.
+
+    most: no group of more elements than this. total: and no more than this of all.
+    """
+    left = min(int(_KEEP_FULL_SHARE * sum(numels)), total)
+    kept = set()
+    for index in sorted(range(len(numels)), key=numels.__getitem__):
+        left -= numels[index]
+        if left < 0 or numels[index] > most:
+            break
+        kept.add(index)
+    return kept

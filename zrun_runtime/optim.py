@@ -65,7 +65,8 @@ def build_optimizer(kind: str, options: dict[str, Any], groups: ParamGroups) -> 
     factory = OWN.get(kind) or getattr(torch.optim, kind, None)
     if not (isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer)):
         raise ConfigError(f"optimizer.type: {kind!r} is not an optimizer of torch.optim")
-    if "fused" in inspect.signature(factory).parameters and "foreach" not in options:
+    fusable = "fused" in inspect.signature(factory).parameters and "foreach" not in options
+    if fusable and not any(p.is_meta for group in groups for p in group["params"]):
         options = {"fused": True, **options}
     try:
         return factory(groups, **options)
@@ -114,7 +115,8 @@ class ShardedOptimizer:
     def _prefer_fused(self, options: dict[str, Any]) -> None:
         """Where the caller left the choice to torch, take the fused kernel: on a CPU it is seven times faster."""
         undecided = "fused" in options and options["fused"] is None and options.get("foreach") is None
-        if undecided and not options.get("capturable") and not options.get("differentiable"):
+        real = self.groups and not any(group.full.is_meta for group in self.groups)  # meta has no fused kernels
+        if undecided and real and not options.get("capturable") and not options.get("differentiable"):
             options["fused"] = True
             vars(self.optimizer)["_step_supports_amp_scaling"] = True
 

@@ -22,6 +22,11 @@ class TierKind(Enum):
     CPU = "cpu"
     NVME = "nvme"
 
+    @classmethod
+    def of(cls, device: str) -> TierKind:
+        """The tier that a config's `device` names: none, cpu or nvme."""
+        return cls.DEVICE if device == "none" else cls(device)
+
 
 @dataclass(frozen=True)
 class Residency:
@@ -74,6 +79,11 @@ class StatePlan:
             grads=replace(self.grads, tier=_beside(optimizer)),
             optimizer=replace(self.optimizer, tier=optimizer),
         )
+
+    @classmethod
+    def least_sharded(cls) -> StatePlan:
+        """Everything is whole on every rank: training without ZeRO."""
+        return cls.of_stage(min(ALL_STAGES))
 
     @classmethod
     def most_sharded(cls) -> StatePlan:

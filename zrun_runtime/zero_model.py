@@ -88,7 +88,7 @@ class ZeroModel:
 
     def _to_manage(self) -> dict[str, nn.Parameter]:
         """Where parameters stay full, only those that are trained need groups."""
-        named = manageable(self.model.named_parameters())
+        named = manageable(self.model.named_parameters(), imagined=self.collectives.world.imagined)
         trained = {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
         others = {n for n, p in named.items() if home_of(p) not in (None, self)}
         for name in others & set(trained):
@@ -156,7 +156,8 @@ class ZeroModel:
         square_sum = self.reducer.square_sum()
         loss_sum = sum((loss.reshape(()).to(square_sum) for loss in losses), torch.zeros_like(square_sum))
         flags = self.edits.flags(self.groups)
-        mine = torch.stack([square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]).tolist()
+        told = [square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]
+        mine = self.collectives.read(torch.stack(told))
         self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
         heard = self.collectives.exchange(self._ticket, (*mine[:2], len(losses))).wait()
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
@@ -221,9 +222,7 @@ class ZeroModel:
         number = {id(p): i for i, p in enumerate(trainable)}
         seen = list(dict.fromkeys(number[id(p)] for p in self.reducer.arrival))
         rest = sorted(set(number.values()) - set(seen))
-        order = torch.tensor(seen + rest, dtype=torch.int64, device=self.collectives.world.device)
-        self.collectives.broadcast(order)
-        return [names[index] for index in order.tolist()]
+        return [names[index] for index in self.collectives.broadcast_order(seen + rest)]
 
     def _regroup(self, specs: Sequence[GroupSpec]) -> None:
         """Move values, and reduced gradients if there are any, into new groups. There is no optimizer state yet."""

@@ -61,7 +61,8 @@ class Channel:
 def _transport(world: World) -> GlooTransport | NcclTransport | LonelyTransport:
     if world.size == 1 or world.data is None:
         return LonelyTransport()
-    return NcclTransport(world, world.data) if "nccl" in world.backend else GlooTransport(world, world.data)
+    native = "nccl" in world.backend or world.imagined
+    return NcclTransport(world, world.data) if native else GlooTransport(world, world.data)
 
 
 class Collectives:
@@ -143,6 +144,18 @@ class Collectives:
         self._transport.broadcast(dense.view(-1).view(torch.uint8), source)  # bytes: transports do not know all dtypes
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
+
+    def broadcast_order(self, order: Sequence[int]) -> list[int]:
+        """Rank 0's order of the same numbers."""
+        if self.world.imagined:
+            return list(order)
+        numbers = torch.tensor(order, dtype=torch.int64, device=self.world.device)
+        self.broadcast(numbers)
+        return numbers.tolist()
+
+    def read(self, values: Tensor) -> list[float]:
+        """Numbers of the device, on the host. In an imagined world all are 0."""
+        return [0.0] * values.numel() if self.world.imagined else values.tolist()
 
     def release_scratch(self) -> None:
         """Give back buffers that are wanted only while gradients are reduced."""

@@ -22,6 +22,7 @@ from zrun_runtime.config.tables import key_tables
 from zrun_runtime.config.unknown import NOT_KNOWN
 from zrun_runtime.config.upgrade import upgrade as upgraded
 from zrun_runtime.errors import ConfigError
+from zrun_runtime.savings import cost_lines
 
 REFUSED = 2
 PIPE_WIDTH = 140  # columns of a table that goes to a file or another program
@@ -65,13 +66,15 @@ def check(files: tuple[str, ...], world_size: int | None, strict: bool, as_json:
 @click.argument("file")
 @_world_size
 def explain(file: str, world_size: int | None) -> None:
-    """Show what every key of FILE does here, and what is taken for those that are not given."""
+    """Show what every key of FILE does here, what is taken for those not given, and what all that costs and saves."""
     answer = _Answer.of(file, world_size, strict=False)
     if answer.config is None:
         click.echo("\n".join(answer.lines()))
         sys.exit(REFUSED)
     click.echo(f"{file}: {summary(answer.config)}")
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(_table(answer.config.notes))
+    click.echo("\n".join(cost_lines(answer.config)))
+    click.echo("`zrun plan` tells the same of a model and machines, and what fits")
 
 
 @config.command()

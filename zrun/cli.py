@@ -205,7 +205,7 @@ def run_job(config: LaunchConfig) -> int:
         console = OnlyRanks(console, read_ranks(config.show_ranks, job.view.world_size))
     if config.log_dir:
         console = Recorded(console, os.path.join(cwd, config.log_dir))
-    run = Run(job, config, os.environ, cwd)
+    run = Run(job, config, os.environ, cwd, _say)
     code = run.run(console)
     if run.console_stalled:
         os._exit(code)  # a normal exit would wait for the stream that nobody reads
@@ -272,7 +272,7 @@ def _own_command(name: str) -> click.Command | None:
     # Here and not at the top: no launch has to wait for them.
     from zrun import tools
 
-    return {"doctor": tools.doctor(launch), "ps": tools.ps, "kill": tools.kill}[name]
+    return {"doctor": tools.doctor(launch, _say), "ps": tools.ps, "kill": tools.kill}[name]
 
 
 def _find_command(name: str) -> click.Command | None:
@@ -288,6 +288,11 @@ def _find_command(name: str) -> click.Command | None:
         if isinstance(command, click.Command):
             return command
     return None
+
+
+def _say(level: str, text: str) -> None:
+    """Tells the person at the terminal something before there is a console."""
+    click.echo(f"zrun: {text}", err=True)
 
 
 def _complain(message: str, hint: str, code: int) -> int:

@@ -20,7 +20,9 @@ from zrun.probe import Facts, LetGo, Listen, Listening, Look, Reach, Reached
 from zrun.settings import LaunchConfig
 from zrun.transport.base import Link, Transport
 
-_START_SECONDS = 3.0  # for an agent, once its host is reached
+Say = Callable[[str, str], None]  # level and sentence
+
+_START_SECONDS = 2.0  # for an agent, once its host is reached
 _LOOK_SECONDS = 20.0  # file systems may be slow
 _REACH_SECONDS = 4.0
 _SPARE_SECONDS = 1.0
@@ -91,14 +93,18 @@ class Survey:
     Args:
         transport: reaches the hosts of `job`.
         cwd: of the workers.
+        say: is told, should it take long, what is waited for: level and sentence.
         before: id of the job's last attempt, of which nothing may be left.
     """
 
-    def __init__(self, job: Job, transport: Transport, config: LaunchConfig, cwd: str, before: str = "") -> None:
+    def __init__(
+        self, job: Job, transport: Transport, config: LaunchConfig, cwd: str, say: Say, before: str = ""
+    ) -> None:
         self._job = job
         self._transport = transport
         self._config = config
         self._cwd = cwd
+        self._say = say
         self._before = before
         self._here = job.here or (True,) * len(job.hosts)
         self._problems: list[list[Problem]] = [[] for _ in job.hosts]
@@ -152,7 +158,7 @@ class Survey:
 
     def _look(self, interview: Interview) -> list[Witness] | None:
         """None if some host cannot say anything."""
-        refused = interview.open(self._config.connect_timeout + _START_SECONDS)
+        refused = interview.open(self._config.connect_timeout + _START_SECONDS, self._tell_delay)
         self._note(refused)
         answers = interview.ask(
             {i: self._question(i) for i in range(len(self._job.hosts)) if i not in refused}, Facts, _LOOK_SECONDS
@@ -162,6 +168,11 @@ class Survey:
         if len(self._facts) < len(self._job.hosts):
             return None
         return [self._witness(i, answers[i]) for i in range(len(self._job.hosts))]
+
+    def _tell_delay(self, waiting: list[int]) -> None:
+        names = [self._job.hosts[i].name for i in waiting]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        self._say("info", f"waiting for an answer of {', '.join(names[:8])}{more}")
 
     def _question(self, i: int) -> Look:
         config = self._config

@@ -18,6 +18,7 @@ from zrun.wire import from_line, to_line
 
 _MAX_ANSWER_BYTES = 1024 * 1024
 _LAST_WORDS_SECONDS = 1.0
+_PATIENCE_SECONDS = 3.0  # after which a person should be told what takes so long
 _GOODBYE_SECONDS = 0.3  # for all together
 
 T = TypeVar("T")
@@ -49,13 +50,16 @@ class Interview:
         self._closed = False
         self._lock = threading.Lock()
 
-    def open(self, seconds: float) -> dict[int, ZrunError]:
+    def open(self, seconds: float, on_delay: Callable[[list[int]], None]) -> dict[int, ZrunError]:
         """Starts the agents.
+
+        Args:
+            on_delay: is told once, should it take long, which hosts have not answered.
 
         Returns:
             by number of the host, why one could not be started.
         """
-        answers = _all_at_once({i: self._opener(i) for i in range(len(self._hosts))}, seconds)
+        answers = _all_at_once({i: self._opener(i) for i in range(len(self._hosts))}, seconds, on_delay)
         return {i: answer.error for i, answer in answers.items() if answer.error is not None}
 
     def ask(self, questions: Mapping[int, Any], answers_are: type[T], seconds: float) -> dict[int, Answer[T]]:
@@ -135,7 +139,9 @@ class Interview:
         return HostLostError(f"{error.message}{f': {last}' if last else ''}", error.hint)
 
 
-def _all_at_once(calls: Mapping[int, Callable[[], T]], seconds: float) -> dict[int, Answer[T]]:
+def _all_at_once(
+    calls: Mapping[int, Callable[[], T]], seconds: float, on_delay: Callable[[list[int]], None] | None = None
+) -> dict[int, Answer[T]]:
     """What each call returns or raises. Those that take longer than `seconds` are left to themselves."""
     done: SimpleQueue[tuple[int, Answer[T]]] = SimpleQueue()
 
@@ -152,12 +158,16 @@ def _all_at_once(calls: Mapping[int, Callable[[], T]], seconds: float) -> dict[i
     for i, call in calls.items():
         threading.Thread(target=run, args=(i, call), name=f"ask-{i}", daemon=True).start()
     answers: dict[int, Answer[T]] = {}
-    until = time.monotonic() + seconds
-    try:
-        while len(answers) < len(calls):
-            i, answer = done.get(timeout=max(0.0, until - time.monotonic()))
-            answers[i] = answer
-    except Empty:
-        pass
+    start = time.monotonic()
+    waits = [seconds] if on_delay is None or seconds <= _PATIENCE_SECONDS else [_PATIENCE_SECONDS, seconds]
+    for number, wait in enumerate(waits):
+        if number and len(answers) < len(calls) and on_delay is not None:
+            on_delay([i for i in calls if i not in answers])
+        try:
+            while len(answers) < len(calls):
+                i, answer = done.get(timeout=max(0.0, start + wait - time.monotonic()))
+                answers[i] = answer
+        except Empty:
+            pass
     late = HostLostError(f"no answer within {seconds:g} s", "is it overloaded, or its file system slow?")
     return {i: answers.get(i, Answer(None, late)) for i in calls}

@@ -35,14 +35,16 @@ class Run:
     Args:
         environ: of the launcher.
         cwd: of the workers.
+        say: is told, before there is a job, what is waited for.
     """
 
-    def __init__(self, job: Job, config: LaunchConfig, environ: Mapping[str, str], cwd: str) -> None:
+    def __init__(self, job: Job, config: LaunchConfig, environ: Mapping[str, str], cwd: str, say: Say) -> None:
         self._job = job  # the current attempt
         self._id = job.view.job_id
         self._first_world_size = job.view.world_size
         self._config = config
         self._cwd = cwd
+        self._say = say
         self._environ = environ
         self._attempts = 0
         self._restarts = 0
@@ -62,7 +64,7 @@ class Run:
         view = self._job.view
         place = directory(self._environ)
         try:
-            job = self._ready(self._job)
+            job = self._ready(self._job, self._say)
             supervisor = Supervisor(job, self._transport, console, self._again, self._config.stall_timeout)
             with registered(place, self._id, view.world_size, view.hosts, self._config.script or view.command):
                 code = supervisor.run()
@@ -72,14 +74,14 @@ class Run:
             self._job.port.release()
             self._transport.close()
 
-    def _ready(self, job: Job) -> Job:
+    def _ready(self, job: Job, say: Say) -> Job:
         """The job with all that can only be known from its hosts.
 
         Raises:
             PreflightError: they are not fit.
         """
         if not all(job.here):
-            job = self._settle(job, self._look(job, keep=True))
+            job = self._settle(job, self._look(job, say, keep=True))
         self._attempts += 1
         history = (self._restarts, self._first_world_size, self._config.stall_timeout is not None)
         job_id = self._id if self._attempts == 1 else f"{self._id}-{self._attempts}"
@@ -90,13 +92,13 @@ class Run:
         self._job = dataclasses.replace(job, specs=tuple(specs), view=dataclasses.replace(job.view, job_id=job_id))
         return self._job
 
-    def _look(self, job: Job, keep: bool = False) -> Report:
+    def _look(self, job: Job, say: Say, keep: bool = False) -> Report:
         # Here and not at the top: a job on this machine alone does not wait for it to load.
         from zrun.doctor import Survey
 
         job.port.release()  # an agent here will take it for a moment
         before = self._job.specs[0].job_id if self._attempts else ""
-        survey = Survey(job, self._transport, self._config, self._cwd, before)
+        survey = Survey(job, self._transport, self._config, self._cwd, say, before)
         return survey.run(self._transport.keep if keep else None)
 
     def _settle(self, job: Job, report: Report) -> Job:
@@ -118,14 +120,14 @@ class Run:
             self._stolen = True
             port = self._job.specs[0].master_port
             say("warning", f"another program has taken port {port} meanwhile: the job starts again with another")
-            return self._ready(self._prepare(self._job.hosts))
+            return self._ready(self._prepare(self._job.hosts), say)
         if self._restarts >= self._config.max_restarts:
             return None
         self._restarts += 1
         last = report.traceback.strip().splitlines()[-1:] if report.rank is not None else []
         say("warning", ": ".join([report.message, *last]))
         say("warning", f"the job starts again ({self._restarts} of {self._config.max_restarts})")
-        return self._ready(self._prepare(self._wait_for_hosts(say)))
+        return self._ready(self._prepare(self._wait_for_hosts(say)), say)
 
     def _port_was_stolen(self, report: FailureReport) -> bool:
         if self._stolen or self._config.master_port is not None or self._config.no_ssh or report.rank != 0:
@@ -151,7 +153,7 @@ class Run:
         until = time.monotonic() + config.lease + config.grace + _CLEANUP_SECONDS
         told = False
         while True:
-            report = self._look(self._job)
+            report = self._look(self._job, _keep_quiet)  # it is said below, and once
             fit = tuple(host for host, found in zip(hosts, report.hosts, strict=True) if found.fit)
             if len(fit) == len(hosts):
                 return hosts
@@ -168,6 +170,10 @@ class Run:
             raise PreflightError(f"{names} cannot be used any more{least}", "--min_nodes lets the job go on without")
         say("warning", f"the job goes on without {names}: {len(fit)} of {len(hosts)} hosts are left")
         return fit
+
+
+def _keep_quiet(level: str, text: str) -> None:
+    """Says nothing."""
 
 
 def make_transport(job: Job, config: LaunchConfig, environ: Mapping[str, str]) -> EachTransport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import click
 
-from zrun.doctor import Survey, report_table
+from zrun.doctor import Say, Survey, report_table
 from zrun.errors import PreflightError, UsageError
 from zrun.prepare import prepare
 from zrun.processes import send_signal
@@ -28,7 +29,7 @@ _OF_A_RUN = (
 _HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
 
 
-def doctor(launch: click.Command) -> click.Command:
+def doctor(launch: click.Command, say: Say) -> click.Command:
     """The command `zrun doctor`: it takes the words of a launch and only looks."""
     options = []
     for option in launch.params:
@@ -41,7 +42,7 @@ def doctor(launch: click.Command) -> click.Command:
     return click.Command(
         "doctor",
         params=options,
-        callback=_examine,
+        callback=functools.partial(_examine, say),
         help="""Look at all hosts as a launch with the same words does before it starts anything, and say whether they
         are fit. With SCRIPT also whether it is there, and the same everywhere. Profile and ZRUN_ variables count too.
         """,
@@ -49,13 +50,13 @@ def doctor(launch: click.Command) -> click.Command:
     )
 
 
-def _examine(command: tuple[str, ...], **options: Any) -> int:
+def _examine(say: Say, command: tuple[str, ...], **options: Any) -> int:
     config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
     job = prepare(config, os.environ, os.getcwd())
     job.port.release()
     transport = make_transport(job, config, os.environ)
     try:
-        report = Survey(job, transport, config, os.getcwd()).run()
+        report = Survey(job, transport, config, os.getcwd(), say).run()
     finally:
         transport.close()
     if config.json:

@@ -42,7 +42,9 @@ def test_a_host_that_refuses_connections(lab, tmp_path):
 
 def test_a_host_that_is_unplugged(lab, tmp_path):
     lab.nodes[1].pull_cable()
-    refused(lab, tmp_path, "node-2: root@10.99.0.2:22 cannot be reached")
+    options = ("--connect_timeout", "4")
+    said = refused(lab, tmp_path, "node-2: root@10.99.0.2:22 cannot be reached", options=options)
+    assert said.startswith("zrun: waiting for an answer of node-2\n")
 
 
 def test_a_server_that_says_nothing(lab, tmp_path):

@@ -31,7 +31,7 @@ def survey(tmp_path, *names, **options):
     config = LaunchConfig(script="train.py", device="cpu", backend="gloo", **options)
     job = prepare(config, os.environ, str(tmp_path), [Host(name, 2) for name in names])
     job.port.release()
-    return job, Survey(job, Mixed(), config, str(tmp_path))
+    return job, Survey(job, Mixed(), config, str(tmp_path), print)
 
 
 def test_fit_hosts_meet(tmp_path):

@@ -178,6 +178,7 @@ class Engine(EngineCheckpoint):
         self.global_steps += 1
         self._scaled = False
         self._report(verdict)
+        self._saver.raise_failure()
         self._tell_optimizer()
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
@@ -325,8 +326,10 @@ class Engine(EngineCheckpoint):
         return self.module._compiled_call_impl is not None
 
     def destroy(self) -> None:
-        """Take every hook off the model. Sharded parameters stay sharded."""
+        """Take every hook off the model, once the last checkpoint is written. Sharded parameters stay sharded."""
+        self._saver.wait()
         self.zero.remove()
+        self._saver.raise_failure()
 
     def __getattr__(self, name: str) -> Any:
         """What the engine does not know, the model may."""

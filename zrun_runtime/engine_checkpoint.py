@@ -100,6 +100,7 @@ class EngineCheckpoint(EngineState):
                 "read the weights with zrun_runtime.checkpoint.export and give them to load_module_state_dict",
             )
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        self._saver.wait()
         return self._loader.load(_directory(load_dir), tag, wanted, fallback)
 
     def _unfinished_window(self) -> EngineError | None:

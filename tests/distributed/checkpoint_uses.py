@@ -139,7 +139,9 @@ def straight(rank: int, world: int, *, directory: str, stage: int, dtype: str, a
     saved = engine.save_checkpoint(directory, client_state=state)
     after = mark_of(engine)
     chance = random.random(), float(np.random.rand()), float(torch.rand(()))
-    return {"saved": saved, "after": after, "chance": chance, "losses": train(engine, 3, 6), "end": mark_of(engine)}
+    losses, end = train(engine, 3, 6), mark_of(engine)
+    engine.destroy()  # a checkpoint that is written in the background is there after it
+    return {"saved": saved, "after": after, "chance": chance, "losses": losses, "end": end}
 
 
 def resumed(rank: int, world: int, *, directory: str, stage: int, dtype: str, accumulation: int, **keys: Any) -> Any:

@@ -26,8 +26,12 @@ Worlds = Callable[..., World]
     ]
     + [(2, "fp16", 1), (3, "fp16", 4)],
 )
-def test_resuming_is_exact(stage: int, dtype: str, accumulation: int, world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", (False, True), ids=("", "async"))
+def test_resuming_is_exact(
+    stage: int, dtype: str, accumulation: int, background: bool, world: Worlds, tmp_path: Path
+) -> None:
     how = {"directory": str(tmp_path), "stage": stage, "dtype": dtype, "accumulation": accumulation}
+    how["checkpoint"] = {"async": background}
     wanted = world(2).run(uses.straight, **how)
     found = world(2).run(uses.resumed, **how)
     for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):

@@ -84,6 +84,7 @@ class Contents:
     own_state: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    gradient_order: tuple[str, ...] = ()
 
 
 def canonical(name: str) -> str:
@@ -116,6 +117,7 @@ def collect(trainer: Trainer, client_state: Any, exclude_frozen: bool) -> Conten
             found.left_out.append(canonical(name))
             continue
         found.shared.append(OwnTensor("parameter", canonical(name), _storable(name, parameter)))
+    found.gradient_order = tuple(map(canonical, zero.gradient_order or ()))
     found.aliases = aliases_of(trainer.module)
     for name, buffer in persistent_buffers(trainer.module):
         found.own.append(OwnTensor("buffer", canonical(name), _storable(name, buffer)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from zrun_runtime.errors import ZeroRuntimeError
 
 
@@ -11,3 +14,31 @@ class CheckpointError(ZeroRuntimeError):
 
 class TagsDifferError(CheckpointError, AssertionError):
     """Ranks gave a checkpoint different tags. (An AssertionError as well, as DeepSpeed raises.)"""
+
+
+def raise_troubles(what: str, heard: Sequence[dict[str, Any]], key: str = "trouble") -> None:
+    """One error on every rank for what went wrong on any.
+
+    Raises:
+        CheckpointError: something did; identical texts are told once.
+    """
+    troubles: dict[str, list[int]] = {}
+    for rank, one in enumerate(heard):
+        if one[key] is not None:
+            troubles.setdefault(one[key], []).append(rank)
+    if troubles:
+        told_by = "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in troubles.items())
+        raise CheckpointError(f"{what} failed on {told_by}")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def by_value(values: Sequence[str]) -> str:
+    """Which ranks have which value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value!r} on {rank_list(found)}" for value, found in ranks.items())

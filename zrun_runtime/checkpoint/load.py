@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zrun_runtime.checkpoint.contents import Trainer
-from zrun_runtime.checkpoint.errors import CheckpointError, TagsDifferError
-from zrun_runtime.checkpoint.files import checked_tag, list_tags, read_latest, read_manifest
+from zrun_runtime.checkpoint.errors import CheckpointError, TagsDifferError, by_value, raise_troubles
+from zrun_runtime.checkpoint.files import LATEST, checked_tag, list_tags, read_latest, read_manifest
 from zrun_runtime.checkpoint.manifest import MANIFEST, Manifest, Role, parse
 from zrun_runtime.checkpoint.reader import CheckpointReader, needed_files
 from zrun_runtime.checkpoint.restore import Restorer, Wanted
-from zrun_runtime.checkpoint.save import by_value, raise_troubles
 from zrun_runtime.collectives.rendezvous import Rendezvous
 from zrun_runtime.config.extras_schema import CheckpointConfig
 from zrun_runtime.telemetry import notice
@@ -69,6 +68,8 @@ class Loader:
     def load(self, path: Path, tag: object, wanted: Wanted, fallback: bool) -> tuple[str | None, Any]:
         """See Engine.load_checkpoint. (directory that was loaded, client state), or (None, {}) if there is none."""
         roles: list[Role] = ["model", "optimizer"] if wanted.moments and self.trainer.updater else ["model"]
+        if tag is None and (path / MANIFEST).is_file() and not (path / LATEST).exists():
+            path, tag = path.absolute().parent, path.absolute().name  # the directory of one checkpoint was given
         chosen = self._first_choice(path, tag, roles, fallback)
         damaged: list[str] = []
         while chosen is not None:
@@ -186,5 +187,5 @@ class Loader:
             raise_troubles("load_checkpoint", heard)
             restorer.share()
             client_state = restorer.finish()
-            self.meeting.exchange("the end of load_checkpoint", None, self.settings.timeout)
+            self.meeting.exchange("the end of load_checkpoint", None, self.settings.timeout, last=True)
             return client_state

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
@@ -43,6 +44,7 @@ What = Literal["parameter", "buffer", "data"]
 Natural = Annotated[int, Field(ge=0, le=_LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 DtypeName = Annotated[str, Field(pattern="^(" + "|".join(DTYPES) + ")$")]
+_SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
@@ -163,12 +165,26 @@ def role_of(kind: str) -> Role:
     return "model" if kind in (MASTER, PARAM) else "optimizer"
 
 
+def sealed(text: bytes) -> bytes:
+    """The text of a JSON object with its own checksum as the first field, over all that follows it."""
+    rest = text.lstrip()[1:]
+    return b'{"crc32":"%08x",' % zlib.crc32(rest) + rest
+
+
+def _opened(text: bytes, where: str) -> bytes:
+    found = _SEAL.match(text)
+    if found is None or int(found[1], 16) != zlib.crc32(text[found.end() :]):
+        raise CheckpointError(f"{where}: its checksum does not fit its text", "the checkpoint is damaged")
+    return b"{" + text[found.end() :]
+
+
 def parse(text: bytes, where: str) -> Manifest:
     """A manifest whose every number is in bounds and fits every other one.
 
     Raises:
         CheckpointError: it does not; it says what.
     """
+    text = _opened(text, where)
     try:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:

@@ -56,6 +56,7 @@ class Restorer:
         self.index, self.manifest = reader.index, reader.manifest
         self.world = trainer.collectives.world
         self.state = self.manifest.state
+        self._decoded: dict[str, Any] = {}  # what is plain data
 
     @property
     def same_world(self) -> bool:
@@ -71,6 +72,7 @@ class Restorer:
             CheckpointError: names, shapes, or the kind of optimizer differ.
         """
         self._check_names()
+        self._decode()
         optimizer = optimizer_of(self.trainer)
         saved = self.state.get("optimizer")
         if self.wanted.moments and optimizer is not None and saved is not None:
@@ -80,6 +82,16 @@ class Restorer:
                     f"{self.reader.where}: the optimizer's state is that of {saved}, and this engine trains with {now}",
                     "train with the same optimizer, or pass load_optimizer_states=False",
                 )
+
+    def _decode(self) -> None:
+        """Read what is plain data, so that nothing in it is found out half-way."""
+        own = self._own_state()
+        found = {key: own.get(key) for key in ("client_state", "extra_state", "random")}
+        found |= {key: self.state.get(key) for key in ("param_groups", "scheduler_state")}
+        try:
+            self._decoded = {key: decode(value, self._fetch) for key, value in found.items()}
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.reader.where}: {error.message}", error.hint) from error
 
     def _check_names(self) -> None:
         shapes = {canonical(n): tuple(p.shape) for n, p in self.trainer.module.named_parameters()}
@@ -216,12 +228,10 @@ class Restorer:
     def finish(self) -> Any:
         """Counters, schedule, loss scale, random states; returns the client state."""
         trainer, state = self.trainer, self.state
-        own = self._own_state()
         for name, part in extra_state_modules(trainer.module):
-            values = decode(own.get("extra_state", {}), self._fetch)
-            if name in values:
-                part.set_extra_state(values[name])
-        client_state = decode(own.get("client_state", {}), self._fetch)
+            if name in (self._decoded["extra_state"] or {}):
+                part.set_extra_state(self._decoded["extra_state"][name])
+        client_state = self._decoded["client_state"]
         if self.wanted.only_module:
             return client_state
         trainer.global_steps, trainer.micro_steps = state["global_steps"], state["micro_steps"]
@@ -234,7 +244,7 @@ class Restorer:
         if self.wanted.scheduler:
             self._restore_scheduler()
         if self.same_world:
-            _set_random_states(decode(own["random"], self._fetch), self.world.device)
+            _set_random_states(self._decoded["random"], self.world.device)
         for loader, position in zip(trainer.loaders, state["loaders"], strict=False):
             loader.load_state_dict(position)
         return client_state
@@ -253,7 +263,7 @@ class Restorer:
 
     def _restore_options(self) -> None:
         optimizer = optimizer_of(self.trainer)
-        saved = decode(self.state["param_groups"], self._fetch)
+        saved = self._decoded["param_groups"]
         if optimizer is None or not saved:
             return
         if len(saved) != len(optimizer.param_groups):
@@ -271,7 +281,7 @@ class Restorer:
                     group[key] = value
 
     def _restore_scheduler(self) -> None:
-        scheduler, saved = self.trainer.lr_scheduler, self.state["scheduler_state"]
+        scheduler, saved = self.trainer.lr_scheduler, self._decoded["scheduler_state"]
         if not hasattr(scheduler, "load_state_dict"):
             return
         if saved is None:
@@ -283,7 +293,7 @@ class Restorer:
                 f"{type(scheduler).__name__}",
                 "use the same schedule, or pass load_lr_scheduler_states=False",
             )
-        scheduler.load_state_dict(decode(saved, self._fetch))
+        scheduler.load_state_dict(saved)
 
     def _say(self, text: str) -> None:
         if self.world.rank == 0:

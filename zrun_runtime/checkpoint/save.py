@@ -12,15 +12,18 @@ meeting is in the caller's thread; with `async` the rest is in a thread of its o
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zrun_runtime.checkpoint.contents import Contents, OwnTensor, Trainer, canonical, collect, digests, slices
-from zrun_runtime.checkpoint.errors import CheckpointError, TagsDifferError
+from zrun_runtime.checkpoint.contents import Contents, OwnTensor, Trainer, collect, digests, slices
+from zrun_runtime.checkpoint.errors import CheckpointError, TagsDifferError, by_value, raise_troubles
 from zrun_runtime.checkpoint.files import (
     LATEST,
     Aside,
@@ -41,14 +44,26 @@ from zrun_runtime.checkpoint.files import (
     told,
     write_small,
 )
-from zrun_runtime.checkpoint.manifest import DTYPES, MANIFEST, NAMES, Manifest, Role, StoredFile, StoredTensor, role_of
+from zrun_runtime.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    NAMES,
+    Manifest,
+    Role,
+    StoredFile,
+    StoredTensor,
+    role_of,
+    sealed,
+)
 from zrun_runtime.checkpoint.writer import Entry, FileSet
 from zrun_runtime.collectives.rendezvous import Rendezvous
 from zrun_runtime.config.extras_schema import CheckpointConfig
+from zrun_runtime.layout import round_up
 from zrun_runtime.telemetry import notice
 
 _SLOWEST_DISK = 10e6  # bytes a second: a rank that writes more slowly counts as lost
 _NFS_PATIENCE = 10.0  # seconds after which what another host made must be seen
+_ALIGNMENT = 64  # bytes
 _DEFAULT_TAGS = "global_step"
 
 
@@ -85,14 +100,81 @@ class Saver:
     def __init__(self, trainer: Trainer, settings: CheckpointConfig, rendezvous: Rendezvous) -> None:
         self.trainer, self.settings, self.meeting = trainer, settings, rendezvous
         self.world = trainer.collectives.world
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None  # of the thread; not raised yet
+        self._host = torch.empty(0, dtype=torch.uint8)  # what the thread writes from; kept for the next time
 
     def save(self, request: Request, trouble: Exception | None = None) -> None:
         """Write a checkpoint, on all ranks; see Engine.save_checkpoint.
 
         trouble: why this rank cannot; all ranks hear of it.
         """
+        self.wait()
         job = self._agree(request, trouble)
-        self._carry_out(job, slices(job.contents, self.trainer.updater, self.world.rank))
+        stream = slices(job.contents, self.trainer.updater, self.world.rank)
+        if not self.settings.asynchronous:
+            self._carry_out(job, stream)
+            return
+        copies = self._copy(job, stream)
+        self._thread = threading.Thread(target=self._in_background, args=(job, copies), name="zrun-checkpoint")
+        self._thread.start()  # not a daemon: the interpreter waits for it
+
+    # ---- the background
+
+    def wait(self) -> None:
+        """Until nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def raise_failure(self) -> None:
+        """Raise what failed in the background, once.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _in_background(self, job: Job, copies: list[tuple[Role, Tensor]]) -> None:
+        try:
+            self._carry_out(job, copies)
+        except Exception as error:
+            self._failure = error
+            atexit.register(self._fail_at_exit)
+            notice("error", f"{job.path / job.tag} was not written: {error}", rank=self.world.rank)
+
+    def _fail_at_exit(self) -> None:
+        """A checkpoint is missing and nobody has heard of it: the program must not end as if all were well."""
+        if self._failure is not None:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _copy(self, job: Job, stream: Iterable[tuple[Role, Tensor]]) -> list[tuple[Role, Tensor]]:
+        """Copies of all that this rank writes, in host memory that is used again and again."""
+        group_bytes = sum(
+            group.padded_numel // self.world.size * DTYPES[dtype].itemsize + _ALIGNMENT
+            for group in job.contents.groups
+            for dtype in group.kinds.values()
+        )
+        wanted = group_bytes + sum(one.values.nbytes + _ALIGNMENT for one in job.own)
+        if self._host.numel() < wanted:
+            self._host = torch.empty(wanted, dtype=torch.uint8, pin_memory=self.world.device.type == "cuda")
+        end = 0
+
+        def copy(tensor: Tensor) -> Tensor:
+            nonlocal end
+            place = self._host[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor, non_blocking=True)
+            end = round_up(end + tensor.nbytes, _ALIGNMENT)
+            return place
+
+        copies = [(role, copy(tensor)) for role, tensor in stream]
+        job.own = [replace(one, values=copy(one.values)) for one in job.own]
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     # ---- the first meeting
 
@@ -112,6 +194,7 @@ class Saver:
             error = caught
         said = {
             "trouble": str(error) if error is not None else None,
+            "failure": str(self._failure) if self._failure is not None else None,
             "tag": text,
             "host": socket.gethostname(),
             "aside": aside.path.name if aside is not None else None,
@@ -121,6 +204,8 @@ class Saver:
         }
         try:
             heard = self.meeting.exchange("save_checkpoint", said, self.settings.timeout)
+            self._failure = None
+            raise_troubles("an earlier save_checkpoint", heard, "failure")
             if error is not None:
                 raise error
             raise_troubles("save_checkpoint", heard)
@@ -148,7 +233,7 @@ class Saver:
         own += [one for index, one in enumerate(contents.shared) if holders[index % len(holders)] == rank]
         alike = rank > 0 and mine["own_state"] == heard[0]["own_state"]
         state = None if alike else contents.own_state
-        directory, suffix = path / theirs["aside"], theirs["suffix"]
+        directory, suffix = path / (theirs["aside"] or ""), theirs["suffix"]
         return Job(path, tag, request.save_latest, contents, leader, directory, aside, suffix, own, state)
 
     def _one_tag(self, tags: Sequence[str]) -> str:
@@ -203,10 +288,10 @@ class Saver:
         with _reporting(switched):
             if job.aside is not None:
                 self._switch(job)
-        self._meet("switching to a checkpoint", switched)
+        self._meet("switching to a checkpoint", switched, last=True)
 
-    def _meet(self, what: str, said: dict[str, Any], slowest: float = 0.0) -> list[dict[str, Any]]:
-        heard = self.meeting.exchange(what, said, self.settings.timeout + slowest)
+    def _meet(self, what: str, said: dict[str, Any], slowest: float = 0.0, last: bool = False) -> list[dict[str, Any]]:
+        heard = self.meeting.exchange(what, said, self.settings.timeout + slowest, last)
         raise_troubles("save_checkpoint", heard)
         return heard
 
@@ -265,11 +350,11 @@ class Saver:
             ),
             aliases=contents.aliases,
             left_out=tuple(contents.left_out),
-            gradient_order=tuple(map(canonical, self.trainer.zero.gradient_order or ())),
+            gradient_order=contents.gradient_order,
             state=contents.state,
             own=tuple(one["own_state"] for one in heard),
         )
-        text = manifest.model_dump_json(exclude_defaults=True).encode()
+        text = sealed(manifest.model_dump_json(exclude_defaults=True).encode())
         with told(aside.path / MANIFEST, "the manifest cannot be written", len(text)):
             write_small(aside.path / MANIFEST, text)
         aside.publish()
@@ -295,31 +380,3 @@ def _reporting(said: dict[str, Any]) -> Iterator[None]:
         yield
     except Exception as error:
         said["trouble"] = str(error)
-
-
-def raise_troubles(what: str, heard: Sequence[dict[str, Any]]) -> None:
-    """One error on every rank for what went wrong on any.
-
-    Raises:
-        CheckpointError: something did; identical texts are told once.
-    """
-    troubles: dict[str, list[int]] = {}
-    for rank, one in enumerate(heard):
-        if one["trouble"] is not None:
-            troubles.setdefault(one["trouble"], []).append(rank)
-    if troubles:
-        told_by = "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in troubles.items())
-        raise CheckpointError(f"{what} failed on {told_by}")
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def by_value(values: Sequence[str]) -> str:
-    """Which ranks have which value."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{value!r} on {rank_list(found)}" for value, found in ranks.items())

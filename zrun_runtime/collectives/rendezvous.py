@@ -35,12 +35,13 @@ class Rendezvous:
         self._met = 0  # meetings that are over
         self._attempt = 0
 
-    def exchange(self, what: str, said: Any, timeout: float) -> list[Any]:
+    def exchange(self, what: str, said: Any, timeout: float, last: bool = False) -> list[Any]:
         """Say something (JSON) and hear what every rank said, in rank order.
 
         Args:
             what: the place in the program, as errors call it; ranks that are at different places do not meet.
             timeout: seconds that rank 0 waits for the others.
+            last: rank 0 also waits until all have heard: it may end afterwards, and the store with it.
 
         Raises:
             RanksDivergedError: a rank did not come in time, or came to something else; it names the ranks.
@@ -57,6 +58,8 @@ class Rendezvous:
                 if self.world.rank == 0
                 else self._attend(store, here, what, timeout * _MARGIN)
             )
+            if last and store.add(f"{here}/heard", 1) and self.world.rank == 0:
+                _until(lambda: store.add(f"{here}/heard", 0) == self.world.size, timeout)
         except dist.DistStoreError as error:
             raise RanksDivergedError(
                 f"rank {self.world.rank} at {what}: the other ranks cannot be reached ({error})",

@@ -116,3 +116,6 @@ def test_the_schema_is_one_of_json():
     assert zero["stage3_prefetch_bucket_size"]["default"] == 50_000_000
     assert schema["properties"]["zero_optimization"]["$ref"] == "#/$defs/ZeroConfig"
     assert schema["properties"]["gradient_clipping"]["x-effect"] == "honoured"
+    assert schema["additionalProperties"] is False, "an editor marks a misspelt key"
+    assert schema["$defs"]["ZeroConfig"]["additionalProperties"] is False
+    assert "additionalProperties" not in schema["$defs"]["ElasticityConfig"], "a section of which little is read"

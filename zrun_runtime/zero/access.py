@@ -27,24 +27,18 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the master values, the same on every rank; the model sees them at once. A collective."""
-    place, master = _master(param)
-    _put(place, master, value)
-    _keep(place, MASTER, master)
+    _set_master(param, value, _put)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The reduced gradient of a parameter; None when there is none (see the module). A collective."""
     place, grads = _grads(param)
-    full = _full(place, param, grads.reduced) if grads is not None else None
-    return full / _scale(place) if full is not None else None
+    return _unscaled(place, _full(place, param, grads.reduced) if grads is not None else None)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the reduced gradient, the same on every rank."""
-    place, grads = _grads(param)
-    if grads is not None:
-        _put(place, grads.reduced, value * _scale(place))
-        grads.square_sum = None
+    _set_grad(param, value, _put)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -60,9 +54,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     Raises:
         ParameterError: there is no such state (yet).
     """
-    place, state = _state(param, optim_state_key)
-    _put(place, _existing(state, optim_state_key), value)
-    _keep(place, optim_state_key, state)
+    _set_state(param, optim_state_key, value, _put)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -72,24 +64,18 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master values. A collective where parameters are full between uses."""
-    place, master = _master(param)
-    _put_part(place, master, value)
-    _keep(place, MASTER, master)
+    _set_master(param, value, _put_part)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the reduced gradient, flat."""
     place, grads = _grads(param)
-    part = _part(place, grads.reduced) if grads is not None else None
-    return part / _scale(place) if part is not None else None
+    return _unscaled(place, _part(place, grads.reduced) if grads is not None else None)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the reduced gradient."""
-    place, grads = _grads(param)
-    if grads is not None:
-        _put_part(place, grads.reduced, value * _scale(place))
-        grads.square_sum = None
+    _set_grad(param, value, _put_part)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -98,10 +84,12 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of one kind of optimizer state."""
-    place, state = _state(param, optim_state_key)
-    _put_part(place, _existing(state, optim_state_key), value)
-    _keep(place, optim_state_key, state)
+    """Set this rank's part of one kind of optimizer state.
+
+    Raises:
+        ParameterError: there is no such state (yet).
+    """
+    _set_state(param, optim_state_key, value, _put_part)
 
 
 def safe_update_full_grad_vectorized(
@@ -154,6 +142,28 @@ def _keep(place: Place | None, kind: str, changed: Tensor | None) -> None:
         place.group.publish().wait()
 
 
+_Put = Callable[[Place | None, Tensor | None, Tensor], None]  # _put, or _put_part
+
+
+def _set_master(param: nn.Parameter, value: Tensor, put: _Put) -> None:
+    place, master = _master(param)
+    put(place, master, value)
+    _keep(place, MASTER, master)
+
+
+def _set_grad(param: nn.Parameter, value: Tensor, put: _Put) -> None:
+    place, grads = _grads(param)
+    if grads is not None:
+        put(place, grads.reduced, value * _scale(place))
+        grads.square_sum = None
+
+
+def _set_state(param: nn.Parameter, key: str, value: Tensor, put: _Put) -> None:
+    place, state = _state(param, key)
+    put(place, _existing(state, key), value)
+    _keep(place, key, state)
+
+
 def _existing(state: Tensor | None, key: str) -> Tensor:
     if state is None:
         raise ParameterError(f"there is no optimizer state {key!r} of this parameter", "run a step first")
@@ -162,6 +172,10 @@ def _existing(state: Tensor | None, key: str) -> Tensor:
 
 def _scale(place: Place | None) -> float:
     return place.engine.loss_scale() if place is not None and place.engine is not None else 1.0
+
+
+def _unscaled(place: Place | None, grad: Tensor | None) -> Tensor | None:
+    return grad / _scale(place) if grad is not None else None
 
 
 def _full(place: Place | None, param: nn.Parameter, stored: Tensor | None) -> Tensor | None:

@@ -247,6 +247,20 @@ def loader(rank: int, world: int) -> tuple[int, set[int], set[int]]:
     return len(batches), {len(batch) for batch in seen}, set(torch.cat(seen).tolist())
 
 
+def epochs(rank: int, world: int, *, drop_last: bool) -> dict[str, Any]:
+    """Two epochs over 23 items, two a micro-batch: what this rank sees, in which order."""
+    config = {"train_micro_batch_size_per_gpu": 2, "dataloader_drop_last": drop_last}
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    data = TensorDataset(torch.arange(23))
+    engine, _, batches, _ = zrun_runtime.initialize(model=Stack(), config=config, training_data=data)
+    seen = []
+    for epoch in (0, 1, 0):
+        batches.sampler.set_epoch(epoch)
+        seen.append([batch[0].tolist() for batch in batches])
+    assert engine.training_dataloader is batches
+    return {"seen": seen, "length": len(batches)}
+
+
 def uneven_batches(rank: int, world: int, *, stage: int) -> tuple[str, str]:
     """The last rank has one batch more than the others, which are done and wait in a barrier of their own."""
     zrun_runtime.init_distributed(timeout=timedelta(seconds=5))

@@ -95,3 +95,18 @@ def test_a_rank_with_more_batches_is_told_within_the_time_out() -> None:
     kind, said = results[1]
     assert kind == "RanksDivergedError"
     assert "rank 1 waited for the other ranks" in said
+
+
+@pytest.mark.parametrize("drop_last", (False, True))
+def test_epochs_of_the_loader(drop_last: bool, world: Worlds) -> None:
+    results = world(2).run(report_uses.epochs, drop_last=drop_last)
+    for epoch in range(3):
+        shares = [[item for batch in found["seen"][epoch] for item in batch] for found in results]
+        everything = sorted(shares[0] + shares[1])
+        if drop_last:
+            assert len(everything) == len(set(everything)) == 20, "ten micro-batches of two, nothing twice"
+        else:
+            assert set(everything) == set(range(23)) and len(everything) == 24, "one item twice, none left out"
+    for found in results:
+        assert found["seen"][0] == found["seen"][2] != found["seen"][1], "set_epoch alone decides the order"
+        assert {len(found["seen"][epoch]) for epoch in range(3)} == {found["length"]} == {5 if drop_last else 6}

@@ -280,6 +280,20 @@ def test_a_proxy_command(lab, tmp_path):
     wait_for(lambda: not lab.desk.pids_of("pipe.py"), "the end of the proxy")
 
 
+def test_algorithms_of_ssh_config(lab, tmp_path):
+    some = "Ciphers aes256-gcm@openssh.com\nMACs hmac-sha2-512\nKexAlgorithms umac-odd,ecdh-sha2-nistp521"
+    lab.write_ssh_config(node_1=some, node_2="HostKeyAlgorithms ssh-ed25519\nPubkeyAcceptedAlgorithms ssh-ed25519")
+    assert len(shown(run_job(lab, tmp_path, SHOW))) == 4
+    for line, words in {
+        "Ciphers chacha20-poly1305@openssh.com": "restricts ciphers for node-1 to chacha20-poly1305@openssh.com",
+        "PubkeyAcceptedAlgorithms rsa-sha2-512": "refuses the login",
+    }.items():
+        lab.write_ssh_config(node_1=line)
+        with zrun(lab, tmp_path, "--hostfile", lab.hostfile(), *CPU, "script.py") as run:
+            assert run.wait() == 3
+            assert words in run.err
+
+
 def test_a_jump_host_is_logged_in_to_once(lab, tmp_path):
     """Its server takes one login at a time, and drops those that come meanwhile."""
     names = [f"behind-{i}" for i in range(6)]

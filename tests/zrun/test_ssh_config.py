@@ -9,6 +9,7 @@ import pytest
 
 from zrun.errors import UsageError
 from zrun.hostfile import Host
+from zrun.transport.algorithms import choose
 from zrun.transport.ssh_config import SshConfig
 from zrun.transport.ssh_options import SshOptions
 
@@ -79,8 +80,6 @@ def test_the_port_of_a_proxy_is_the_one_that_is_used(tmp_path):
         ("RemoteCommand tmux", "remotecommand"),
         ("RequestTTY force", "requesttty"),
         ("ProxyUseFdpass yes", "proxyusefdpass"),
-        ("Ciphers aes256-ctr", "ciphers"),
-        ("HostKeyAlgorithms ssh-rsa", "hostkeyalgorithms"),
         ("Port many", "'many' is not a port"),
     ],
 )
@@ -103,6 +102,45 @@ def test_match_blocks(tmp_path):
     assert (target(tmp_path, text).port, target(tmp_path, text).user) == (22, "bob")
     with pytest.raises(UsageError, match="Match exec"):
         target(tmp_path, 'Match exec "true"\n Port 7\n')
+
+
+# As RHEL and its kin have it in /etc/ssh, with the lists in a file of its own.
+DISTRIBUTION = """
+Match final all
+    Include {tmp_path}/lists
+    GSSAPIAuthentication yes
+Host node-1
+    Ciphers aes128-ctr
+    User later
+"""
+LISTS = "Ciphers aes256-gcm@openssh.com,aes256-ctr\nMACs hmac-sha2-512\nPubkeyAcceptedKeyTypes ssh-ed25519\nUser last\n"
+
+
+def test_final_blocks_come_last(tmp_path):
+    (tmp_path / "lists").write_text(LISTS)
+    text = DISTRIBUTION.replace("{tmp_path}", str(tmp_path))
+    found = target(tmp_path, text)
+    lists = {"macs": "hmac-sha2-512", "pubkeyacceptedalgorithms": "ssh-ed25519"}
+    assert (found.user, dict(found.algorithms)) == ("later", {"ciphers": "aes128-ctr", **lists})
+    found = target(tmp_path, text, Host("node-2", 1))
+    assert (found.user, dict(found.algorithms)["ciphers"]) == ("last", "aes256-gcm@openssh.com,aes256-ctr")
+    assert target(tmp_path, "Match final host node-2\n User x\n", Host("node-2", 1)).user == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("*", ("a-1", "a-2", "b-1")),
+        ("b-1,none,a-1", ("b-1", "a-1")),
+        ("a-?", ("a-1", "a-2")),
+        ("-a-*", ("b-1",)),
+        ("+c", ("a-1", "a-2", "b-1")),
+        ("^b-1", ("a-1", "a-2", "b-1")),
+        ("c", ()),
+    ],
+)
+def test_what_a_list_leaves(text, left):
+    assert choose(("a-1", "a-2", "b-1"), text) == left
 
 
 def test_included_files(tmp_path):

@@ -11,7 +11,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import paramiko
@@ -39,7 +39,15 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "sessiontype": ("default",),
     "tunnel": ("no",),
 }
-_RESTRICTING = ("ciphers", "hostkeyalgorithms", "kexalgorithms", "macs", "pubkeyacceptedalgorithms")
+# What a connection may use (zrun.transport.algorithms), by all names of it.
+_ALGORITHMS: Mapping[str, str] = {
+    "ciphers": "ciphers",
+    "macs": "macs",
+    "kexalgorithms": "kexalgorithms",
+    "hostkeyalgorithms": "hostkeyalgorithms",
+    "pubkeyacceptedkeytypes": "pubkeyacceptedalgorithms",
+    "pubkeyacceptedalgorithms": "pubkeyacceptedalgorithms",
+}
 _SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%][A-Za-z0-9_.:%-]*\Z")  # it goes into a user's ProxyCommand
 _SAFE_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+$-]*\Z")
 _MATCH_EXEC = re.compile(r"(?i)\s*match\s(.*\s)?!?exec\s")
@@ -63,6 +71,7 @@ class Target:
     proxy_jump: str  # hosts, separated by commas
     family: str  # any, inet or inet6
     strict_words: str  # what ssh_config says about unknown keys, for an error that mentions it
+    algorithms: tuple[tuple[str, str], ...] = ()  # keyword and list, as ssh_config has them
 
     def command(self, python: str = "") -> str:
         """What a person types to see the same."""
@@ -95,6 +104,7 @@ class SshConfig:
             if lines:
                 lines.append("Match all")  # whatever block the first file ended in
             lines += _read(path, os.path.dirname(path), 0)
+        lines = _finals_last(lines)
         executed = next((line.strip() for line in lines if _MATCH_EXEC.match(line)), None)
         if executed is not None:  # paramiko would do it, and take our stdin for it
             raise UsageError(
@@ -135,6 +145,7 @@ class SshConfig:
             proxy_jump="" if jump.lower() == "none" else jump,
             family=found.get("addressfamily", "any").lower(),
             strict_words=found.get("stricthostkeychecking", ""),
+            algorithms=tuple((known, found[word]) for word, known in _ALGORITHMS.items() if word in found),
         )
 
     def _lookup(self, name: str) -> paramiko.SSHConfigDict:
@@ -156,12 +167,6 @@ class SshConfig:
                 raise UsageError(
                     f"ssh_config ({self._file}) for {name}: zrun cannot do {word} {value}",
                     f"give --ssh_config a file without it; it may `Include {self._file}` after a Host {name} block",
-                )
-        for word in _RESTRICTING:
-            if not found.get(word, "+").startswith(("+", "^")):
-                raise UsageError(
-                    f"ssh_config ({self._file}) for {name}: zrun cannot restrict {word} to {found[word]}",
-                    "give --ssh_config a file without it",
                 )
 
     def _proxy_command(self, found: Mapping[str, str], hostname: str, port: int, user: str) -> str:
@@ -210,6 +215,24 @@ def _read(path: str, base: str, depth: int) -> list[str]:
                 raise UsageError(f"{path}: zrun cannot include {included}, which has blocks, inside of a block")
             lines += [*inner, block or "Match all"]
     return lines
+
+
+def _finals_last(lines: Sequence[str]) -> list[str]:
+    """The lines with `Match final` blocks at the end, where ssh comes to them, as blocks that paramiko knows."""
+    rest: list[str] = []
+    last: list[str] = []
+    into = rest
+    for line in lines:
+        match = _LINE.match(line)
+        if match and match["word"].lower() in ("host", "match"):
+            words = match["rest"].split()
+            is_final = match["word"].lower() == "match" and "final" in map(str.lower, words)
+            into = last if is_final else rest
+            if is_final:
+                others = [word for word in words if word.lower() != "final"]
+                line = f"Match {' '.join(others) or 'all'}"
+        into.append(line)
+    return rest + last
 
 
 def _included(text: str, base: str) -> list[str]:

@@ -20,6 +20,7 @@ import paramiko
 
 from zrun.errors import HostLostError
 from zrun.hostfile import Host
+from zrun.transport.algorithms import may_sign, open_transport
 from zrun.transport.jumps import Jumps, parse_jump
 from zrun.transport.known_hosts import KnownHosts, add_line, known_as
 from zrun.transport.ssh_config import SshConfig, Target
@@ -119,7 +120,7 @@ class SshLogin:
     def _connect(self, target: Target, until: float, depth: int) -> Session:
         way = self._find_way(target, until, depth)
         try:
-            transport = paramiko.Transport(way.sock)
+            transport = open_transport(way.sock, target)
             transport.daemon = True
             try:
                 self._handshake(transport, target, until, way)
@@ -265,6 +266,9 @@ def _log_in(transport: paramiko.Transport, target: Target, until: float) -> None
     tried: list[str] = []
     try:
         for name, key in _keys(target, tried):
+            if not may_sign(target, key.get_name()):
+                tried.append(f"not {name} (PubkeyAcceptedAlgorithms)")
+                continue
             transport.auth_timeout = _left(until)
             tried.append(name)
             try:

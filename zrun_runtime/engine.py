@@ -14,6 +14,7 @@ from zrun_runtime.config import Config
 from zrun_runtime.data import LoaderOptions, build_loader
 from zrun_runtime.engine_checkpoint import EngineCheckpoint
 from zrun_runtime.errors import EngineError
+from zrun_runtime.monitors import Monitors
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
@@ -61,7 +62,8 @@ class Engine(EngineCheckpoint):
         self.collectives = collectives
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if config.scales_loss else None
-        self.progress = Progress(collectives.world, config.steps_per_print)
+        monitors = Monitors(config.monitors, collectives.world.rank)
+        self.progress = Progress(collectives.world, config.steps_per_print, monitors)
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
         self._scaled = False  # the caller scaled a loss of this window
@@ -256,6 +258,11 @@ class Engine(EngineCheckpoint):
     def get_global_grad_norm(self) -> float | None:
         """L2 norm over all ranks and parameters at the last boundary, before clipping; inf if it was skipped."""
         return self._last.grad_norm if self._last is not None else None
+
+    @property
+    def monitor(self) -> Monitors:
+        """Takes numbers of the program's own: `write_events([(name, value, samples)])`; rank 0 writes them."""
+        return self.progress.monitors
 
     def mean_loss(self) -> float:
         """The loss at the last boundary, mean over ranks and micro-batches; NaN if `backward` never saw one."""

@@ -83,7 +83,7 @@ class MasterWeights:
         return self.elsewhere or (flag is not None and bool(flag))
 
     def as_coarse_as_shown(self) -> bool:
-        """The values have no digits that `owned` has not. On a disk, or without values, there are none before a step."""
+        """The values have no digits that `owned` has not. On a disk, and without values, none have before a step."""
         if not self.apart or self.elsewhere or self.owned.is_meta:
             return True
         values = self.parameter.detach()

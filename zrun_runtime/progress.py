@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from zrun_runtime.distributed import World
+from zrun_runtime.monitors import Event, Monitors
 from zrun_runtime.telemetry import telemetry
 
 _MEMORY_EVERY_SECONDS = 1.0
@@ -30,10 +31,11 @@ class StepReport:
 
 
 class Progress:
-    """Tells the launcher; without one, rank 0 prints a plain line when one is due."""
+    """Tells the launcher and the monitors; without a launcher, rank 0 prints a plain line when one is due."""
 
-    def __init__(self, world: World, steps_per_print: int | None) -> None:
+    def __init__(self, world: World, steps_per_print: int | None, monitors: Monitors) -> None:
         self.world = world
+        self.monitors = monitors
         self.steps_per_print = steps_per_print
         self.total_steps: int | None = None
         self.samples = 0  # of all ranks, so far
@@ -63,6 +65,8 @@ class Progress:
             telemetry().emit("memory", rank=self.world.rank, used=used, peak=peak)
         if self.world.rank:
             return
+        if self.monitors.enabled:
+            self.monitors.write_events(_events(report, self.samples))
         due = self.steps_per_print is not None and report.step % self.steps_per_print == 0
         said = telemetry().emit("step", rank=0, seconds=seconds, total_steps=self.total_steps, due=due, **vars(report))
         if due and not said and not telemetry().connected:
@@ -76,6 +80,17 @@ class Progress:
             used = int(statm.read().split()[1]) * _PAGE_BYTES
         self._peak = max(self._peak, used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return used, self._peak
+
+
+def _events(report: StepReport, samples: int) -> list[Event]:
+    """The numbers of a step by the field's names."""
+    numbers = {
+        "train_loss": report.loss,
+        "lr": report.learning_rate,
+        "grad_norm": report.grad_norm,
+        "loss_scale": report.loss_scale,
+    }
+    return [(f"Train/Samples/{name}", value, samples) for name, value in numbers.items() if value is not None]
 
 
 def _line(report: StepReport, seconds: float) -> str:

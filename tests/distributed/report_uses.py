@@ -261,6 +261,19 @@ def epochs(rank: int, world: int, *, drop_last: bool) -> dict[str, Any]:
     return {"seen": seen, "length": len(batches)}
 
 
+def monitored(rank: int, world: int, *, folder: str) -> Any:
+    """Three steps of fp16, the second one skipped, with a monitor of text on every rank's config."""
+    section = {"enabled": True, "output_path": folder, "job_name": "run"}
+    engine = stack_engine(2, Recipe(accumulation=2), "fp16", csv_monitor=section)
+    for step in range(3):
+        for micro in range(2):
+            loss = loss_of(engine, Spot(step, rank, micro))
+            engine.backward(loss * float("inf") if step == 1 else loss)
+            engine.step()
+    engine.monitor.write_events([("Mine/best", 1.5, engine.global_samples)])
+    return engine.monitor.enabled, engine.mean_loss(), engine.global_samples
+
+
 def uneven_batches(rank: int, world: int, *, stage: int) -> tuple[str, str]:
     """The last rank has one batch more than the others, which are done and wait in a barrier of their own."""
     zrun_runtime.init_distributed(timeout=timedelta(seconds=5))

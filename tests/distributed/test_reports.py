@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,14 @@ def test_epochs_of_the_loader(drop_last: bool, world: Worlds) -> None:
     for found in results:
         assert found["seen"][0] == found["seen"][2] != found["seen"][1], "set_epoch alone decides the order"
         assert {len(found["seen"][epoch]) for epoch in range(3)} == {found["length"]} == {5 if drop_last else 6}
+
+
+def test_monitors_get_every_step_from_rank_0(world: Worlds, tmp_path: Path) -> None:
+    (mine, loss, samples), (other, _, _) = world(2).run(report_uses.monitored, folder=str(tmp_path))
+    assert mine and not other and samples == 3 * 4 * 2 * 2
+    rows = {path.stem: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
+    assert set(rows) == {f"Train_Samples_{n}" for n in ("train_loss", "lr", "grad_norm", "loss_scale")} | {"Mine_best"}
+    assert [row.split(",")[0] for row in rows["Train_Samples_lr"]] == ["step", "16", "32", "48"]
+    assert float(rows["Train_Samples_train_loss"][-1].split(",")[1]) == loss
+    assert len(rows["Train_Samples_grad_norm"]) == 3, "a skipped step has none"
+    assert rows["Mine_best"] == ["step,best", "48,1.5"]

@@ -323,7 +323,7 @@ def test_every_key_that_is_given_is_answered():
     given = {
         "train_batch_size": 8,
         "prescale_gradients": True,
-        "tensorboard": {"enabled": True, "job_name": "x"},
+        "flops_profiler": {"enabled": True, "profile_step": 2},
         "wandb": {"enabled": False},
         "zero_optimization": {
             "stage": 2,
@@ -336,7 +336,7 @@ def test_every_key_that_is_given_is_answered():
     assert found["train_batch_size"][0] == found["zero_optimization.stage"][0] == "honoured"
     for path in (
         "prescale_gradients",
-        "tensorboard",
+        "flops_profiler",
         "wandb",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.stage3_max_live_parameters",

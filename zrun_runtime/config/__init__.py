@@ -9,7 +9,7 @@ Free of torch, so that `zrun config check` is quick.
 from zrun_runtime.config.hints import AutoHints
 from zrun_runtime.config.load import load_config
 from zrun_runtime.config.notes import InvalidConfig, Note, Problem
-from zrun_runtime.config.resolved import Config, OptimizerConfig, SchedulerConfig
+from zrun_runtime.config.resolved import Config, MonitorsConfig, OptimizerConfig, SchedulerConfig
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.summary import short_report, summary
 from zrun_runtime.config.zero_schema import LeafModuleConfig, ZeroConfig
@@ -21,6 +21,7 @@ __all__ = [
     "Fp16Config",
     "InvalidConfig",
     "LeafModuleConfig",
+    "MonitorsConfig",
     "Note",
     "OptimizerConfig",
     "Problem",

@@ -8,6 +8,8 @@ from zrun_runtime.config.keys import NO_EFFECT, UNSUPPORTED, KeyEffect, Section,
 from zrun_runtime.config.notes import Ledger
 from zrun_runtime.config.schema import Document
 
+_SECRETS = ("api_key",)
+
 
 def report(document: Document, data: dict[str, Any], ledger: Ledger) -> None:
     """A note on the effect of every key in data; a problem for each value that is refused."""
@@ -28,7 +30,7 @@ def _report(section: Section, data: dict[str, Any], path: str, stage: int, ledge
         elif effect.effect == UNSUPPORTED:
             ledger.note(place, "no_effect", "it is off", value)
         elif value is not None and not ledger.has_note(place):
-            ledger.note(place, *effect.at(stage), value)
+            ledger.note(place, *effect.at(stage), "(a secret)" if written in _SECRETS else value)
 
 
 def _attribute(section: Section, written: str) -> str:

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator
 from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,
-    NOT_BUILT,
     UNSUPPORTED,
     Count,
     DtypeName,
@@ -24,8 +23,6 @@ from zrun_runtime.config.keys import (
     key,
     section,
 )
-
-NO_MONITORS = f"{NOT_BUILT}: the console and its --json events hold the numbers"
 
 
 class OpenConfig(Section):
@@ -82,32 +79,40 @@ class CheckpointConfig(Section):
 
 
 class TensorboardConfig(Section):
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
+    """Loss, learning rate, gradient norm and loss scale of every step, over samples, as event files of rank 0."""
+
+    enabled: bool = key(False, HONOURED, "rank 0 writes every step's numbers; the package tensorboard is needed")
+    output_path: str = key("", HONOURED, "the directory that holds job_name; without it the working directory")
+    job_name: str = key("DeepSpeedJobName", HONOURED, "the directory that the files are in")
 
 
 class CsvMonitorConfig(TensorboardConfig):
-    pass
+    """The same as text: one file for each kind of number."""
+
+    enabled: bool = key(False, HONOURED, "rank 0 writes every step's numbers, a file for each kind")
 
 
 class WandbConfig(Section):
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
+    """The same as a run of Weights & Biases."""
+
+    enabled: bool = key(False, HONOURED, "rank 0 logs every step's numbers; the package wandb is needed")
+    group: str | None = key(None, HONOURED, "wandb's group of the run")
+    team: str | None = key(None, HONOURED, "wandb's entity")
+    project: str = key("deepspeed", HONOURED, "wandb's project")
 
 
 class CometConfig(Section):
-    enabled: bool = False
-    samples_log_interval: Count = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
+    """The same as an experiment of Comet."""
+
+    enabled: bool = key(False, HONOURED, "rank 0 logs numbers; the package comet_ml is needed")
+    samples_log_interval: Count = key(100, HONOURED, "samples between two logs")
+    project: str | None = key(None, HONOURED, "comet's project")
+    workspace: str | None = key(None, HONOURED, "comet's workspace")
+    api_key: str | None = key(None, HONOURED, "comet's key of the user; better in its environment variable")
+    experiment_name: str | None = key(None, HONOURED, "comet's name of the experiment")
+    experiment_key: str | None = key(None, HONOURED, "comet's key of the experiment")
+    online: bool | None = key(None, HONOURED, "false: logged to a file, to be uploaded later")
+    mode: str | None = key(None, HONOURED, "get, create or get_or_create")
 
 
 class FlopsProfilerConfig(Section):

@@ -15,7 +15,7 @@ from zrun_runtime.config.migrate import modernise
 from zrun_runtime.config.notes import Ledger
 from zrun_runtime.config.optimizers import read_optimizer
 from zrun_runtime.config.places import Places
-from zrun_runtime.config.resolved import Config
+from zrun_runtime.config.resolved import Config, MonitorsConfig
 from zrun_runtime.config.rules import autocast_dtype_of, check_rules, precision_of
 from zrun_runtime.config.schedulers import read_scheduler
 from zrun_runtime.config.schema import Document
@@ -87,6 +87,7 @@ def _config(document: Document, batch: BatchSizes, found: Source, ledger: Ledger
         scheduler=None,
         aio=document.aio,
         activation_checkpointing=document.activation_checkpointing,
+        monitors=MonitorsConfig(document.tensorboard, document.csv_monitor, document.wandb, document.comet),
         checkpoint=document.checkpoint,
         prescale_gradients=document.prescale_gradients,
         gradient_predivide_factor=document.gradient_predivide_factor,

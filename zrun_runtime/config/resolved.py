@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zrun_runtime.config.extras_schema import ActivationCheckpointingConfig, AioConfig, CheckpointConfig
+from zrun_runtime.config.extras_schema import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CheckpointConfig,
+    CometConfig,
+    CsvMonitorConfig,
+    TensorboardConfig,
+    WandbConfig,
+)
 from zrun_runtime.config.notes import Note
 from zrun_runtime.config.schema import Bf16Config, Fp16Config
 from zrun_runtime.config.zero_schema import ZeroConfig
@@ -27,6 +35,16 @@ class SchedulerConfig:
 
     type: str
     params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MonitorsConfig:
+    """Where the numbers of every step go."""
+
+    tensorboard: TensorboardConfig
+    csv_monitor: CsvMonitorConfig
+    wandb: WandbConfig
+    comet: CometConfig
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class Config:
     scheduler: SchedulerConfig | None
     aio: AioConfig
     activation_checkpointing: ActivationCheckpointingConfig
+    monitors: MonitorsConfig
     checkpoint: CheckpointConfig
     prescale_gradients: bool
     gradient_predivide_factor: float

@@ -163,10 +163,10 @@ class Document(Section):
     aio: extras.AioConfig = section(extras.AioConfig)
     activation_checkpointing: extras.ActivationCheckpointingConfig = section(extras.ActivationCheckpointingConfig)
     checkpoint: extras.CheckpointConfig = section(extras.CheckpointConfig)
-    tensorboard: extras.TensorboardConfig = section(extras.TensorboardConfig, NO_EFFECT, extras.NO_MONITORS)
-    csv_monitor: extras.CsvMonitorConfig = section(extras.CsvMonitorConfig, NO_EFFECT, extras.NO_MONITORS)
-    wandb: extras.WandbConfig = section(extras.WandbConfig, NO_EFFECT, extras.NO_MONITORS)
-    comet: extras.CometConfig = section(extras.CometConfig, NO_EFFECT, extras.NO_MONITORS)
+    tensorboard: extras.TensorboardConfig = section(extras.TensorboardConfig)
+    csv_monitor: extras.CsvMonitorConfig = section(extras.CsvMonitorConfig)
+    wandb: extras.WandbConfig = section(extras.WandbConfig)
+    comet: extras.CometConfig = section(extras.CometConfig)
     flops_profiler: extras.FlopsProfilerConfig = section(
         extras.FlopsProfilerConfig, NO_EFFECT, f"{NOT_BUILT}: use torch.utils.flop_counter or torch.profiler"
     )

@@ -149,7 +149,7 @@ REASONS = {
     "launcher": "zrun is the launcher, see `zrun --help`; its inside is another one. Not planned.",
     "mics": "sharding within a part of the ranks. Not planned; ZeRO 3 shards over all.",
     "moe": "mixture-of-experts layers of its own are not planned: such models of other libraries train like any other.",
-    "monitor": "the console and `--log_dir` show every step; writers for TensorBoard and the like are planned.",
+    "monitor": "the config's sections tensorboard, csv_monitor, wandb and comet work; write to `engine.monitor`.",
     "onebit": "compressed optimizers are not planned: gradients are sent as they are.",
     "pipe": "pipeline parallelism is not planned: use ZeRO 3, which shards the same state.",
     "profiler": "not planned: use torch.profiler, or torch.utils.flop_counter.",

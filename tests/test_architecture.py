@@ -100,6 +100,8 @@ LEVELS = {
     "zrun_runtime.group_state": 3.9,
     "zrun_runtime.state_homes": 3.95,
     "zrun_runtime.master": 2.5,
+    "zrun_runtime.shards": 2.5,
+    "zrun_runtime.residence": 2.5,
     "zrun_runtime.placement": 3.1,
     "zrun_runtime.optim": 4.0,
     "zrun_runtime.schedules": 4.0,

@@ -12,6 +12,7 @@ from zrun_runtime import checkpointing
 from zrun_runtime.casting import cast_model
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
+from zrun_runtime.config.zero_schema import OffloadOptimizerConfig, OffloadParamConfig
 from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.engine import Engine
 from zrun_runtime.grouping import GroupingPolicy
@@ -116,6 +117,9 @@ def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSett
         clip=config.gradient_clipping,
         leaves=leaves_of(model, zero.leaf_module),
         offload=_offload(config),
+        shard_disk=_disk(config, "offload_param", zero.offload_param),
+        shard_buffers=zero.offload_param.buffer_count,
+        shards_in_memory=zero.offload_param.max_in_cpu,
     )
 
 
@@ -130,23 +134,24 @@ def _offload(config: Config) -> OffloadSettings | None:
         return None
     return OffloadSettings(
         tile_numel=max(64, config.zero.sub_group_size // 64 * 64),
-        disk=_disk(config, "offload_optimizer", section.nvme_path, section.pin_memory)
-        if section.device == "nvme"
-        else None,
+        disk=_disk(config, "offload_optimizer", section),
         buffer_count=section.buffer_count,
         share=section.ratio,
         pin=section.pin_memory,
     )
 
 
-def _disk(config: Config, section: str, path: str | None, pin: bool) -> DiskSettings:
+def _disk(config: Config, name: str, section: OffloadOptimizerConfig | OffloadParamConfig) -> DiskSettings | None:
+    """Where and how a section's NVMe is used; None if it names no NVMe."""
+    if section.device != "nvme":
+        return None
     aio = config.aio
     return DiskSettings(
-        path=path or "",
-        key=f"zero_optimization.{section}.nvme_path",
+        path=section.nvme_path or "",
+        key=f"zero_optimization.{name}.nvme_path",
         threads=min(aio.queue_depth, max(aio.intra_op_parallelism, aio.thread_count)),
         request_bytes=max(REQUEST_BYTES, aio.block_size),
-        pin=pin,
+        pin=section.pin_memory,
     )
 
 

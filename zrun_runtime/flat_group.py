@@ -18,25 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives, Pending
-from zrun_runtime.errors import DistributedError, ParameterError
+from zrun_runtime.errors import DistributedError
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.master import MasterWeights
 from zrun_runtime.plan import StatePlan
+from zrun_runtime.residence import Residence, ScriptsWrite
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
-
-
-class Residence(Enum):
-    """Where a group's full values are, and what memory that costs on this rank."""
-
-    SHARDED = "sharded"  # the shard alone
-    GATHERING = "gathering"  # the shard, and a full buffer that is being filled
-    UNSHARDED = "unsharded"  # the shard and the full buffer; parameters can be read
+from zrun_runtime.shards import MemoryShard, Shard, leaves_device, make_shard
+from zrun_runtime.tiers import NvmeTier
+from zrun_runtime.tiers.host import Courier
 
 
 @dataclass(frozen=True)
@@ -50,22 +45,33 @@ class GroupSpec:
     keep_full: bool = False  # too small to be worth gathering: full between uses, whatever the plan says
 
 
-class FlatGroup:
+class FlatGroup(ScriptsWrite):
     """See the notes above. Built on every rank in the same order; takes rank 0's values."""
 
-    def __init__(self, spec: GroupSpec, plan: StatePlan, collectives: Collectives, owner: Owner) -> None:
+    def __init__(
+        self,
+        spec: GroupSpec,
+        plan: StatePlan,
+        collectives: Collectives,
+        owner: Owner,
+        disk: NvmeTier | None = None,  # for shards, where the plan keeps them there
+    ) -> None:
         self.spec = spec
         self.collectives = collectives
         first = spec.parameters[0]
         world = collectives.world
-        self.comes_and_goes = plan.shards_params and not spec.keep_full and world.size > 1
+        leaves = leaves_device(plan.params.tier, first.device)
+        self.comes_and_goes = plan.shards_params and not spec.keep_full and (world.size > 1 or leaves)
         self.layout = lay_out([p.numel() for p in spec.parameters], first.element_size(), world.size)
         self.full = torch.empty(self.layout.padded_numel, dtype=first.dtype, device=first.device)
         self.views = self._take_over(spec.parameters)
-        start, stop = self.layout.shard_bounds(world.rank)
-        self.shard = self.full[start:stop].clone() if self.comes_and_goes else self.full[start:stop]
+        self.home: Shard = MemoryShard(self.own, is_view=True)
+        if self.comes_and_goes:
+            self.home = make_shard(self.own, plan.params.tier, disk)
         self.plan = plan
-        self.weights = MasterWeights(self.owned, plan.optimizer.tier) if spec.optimizer_group is not None else None
+        self.weights: MasterWeights | None = None
+        if spec.optimizer_group is not None:
+            self.weights = MasterWeights(self.owned, self.own if self.owned is self.shard else self.full, plan)
         self.ticket = collectives.register(f"a gather of {spec.label}")
         collectives.register(f"a reduction of {spec.label}")
         self.residence = Residence.UNSHARDED
@@ -95,6 +101,17 @@ class FlatGroup:
         return views
 
     @property
+    def own(self) -> Tensor:
+        """This rank's place in the full values."""
+        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
+        return self.full[start:stop]
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice; on a disk: not its values (see `home.opened`)."""
+        return self.home.values
+
+    @property
     def owned(self) -> Tensor:
         """What this rank's optimizer updates, or shows: see [Note: the five tensors of a group]."""
         return self.shard if self.plan.shards_optimizer else self.full
@@ -121,7 +138,18 @@ class FlatGroup:
         if self.residence is Residence.SHARDED:
             self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
             self.residence = Residence.GATHERING
-            self._pending = self.collectives.checked_all_gather(self.full, self.shard, self.ticket)
+            self._pending = self._gather()
+
+    def _gather(self) -> Pending:
+        courier, device = Courier.of(self.full.device), self.full.device
+        with courier.issuing(device):
+            pending = self.collectives.checked_all_gather(self.full, self.home.bring(self.own), self.ticket)
+
+        def complete() -> None:
+            pending.wait()
+            courier.join(device)
+
+        return Pending(complete)
 
     def unshard(self) -> None:
         """Make the parameters readable.
@@ -174,62 +202,9 @@ class FlatGroup:
             for parameter, view in zip(self.spec.parameters, self.views, strict=True):
                 move_view(parameter, view)
             return
-        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
-        self.shard = self.full[start:stop]
+        self.home.values = self.own
         if self.weights is not None:
             self.weights.move(self.owned)
-
-    # ---- what others write: see [Note: what others write]
-
-    def _in_place(self) -> bool:
-        """Every parameter is where its view is. (Cheaper than `is_set_to`.)"""
-        base = self.full.data_ptr()
-        return [(p.data_ptr() - base, p.stride()) for p in self.spec.parameters] == self._places
-
-    def take_back(self) -> bool:
-        """Put parameters that were given other memory back into their place, with their values; were there any?
-
-        Raises:
-            ParameterError: one has another shape, dtype or device now.
-        """
-        if self.residence is not Residence.UNSHARDED or self._in_place():
-            return False
-        moved = {}
-        for index, (parameter, view) in enumerate(zip(self.spec.parameters, self.views, strict=True)):
-            if not parameter.is_set_to(view):
-                self._refuse_misfit(index)
-                moved[index] = parameter.detach()
-        self._renew_storage(keep_values=True)
-        for index, values in moved.items():
-            self.views[index].copy_(values)
-        for parameter, view in zip(self.spec.parameters, self.views, strict=True):
-            parameter.data = view
-        return True
-
-    def _refuse_misfit(self, index: int) -> None:
-        name, parameter, view = self.spec.names[index], self.spec.parameters[index], self.views[index]
-        for what, was, now in (
-            ("shape", tuple(view.shape), tuple(parameter.shape)),
-            ("dtype", view.dtype, parameter.dtype),
-            ("device", view.device, parameter.device),
-        ):
-            if was != now:
-                raise ParameterError(
-                    f"{name}: its {what} became {now} after initialize, which laid it out as {was}",
-                    "change it before initialize; what it computes in is the config's choice (bf16, fp16)",
-                )
-
-    def disturbed(self) -> str | None:
-        """The name of a parameter that was changed since the values came, where such a change is about to be lost."""
-        if not self.comes_and_goes or self.residence is not Residence.UNSHARDED:
-            return None
-        if self._in_place() and [p._version for p in self.spec.parameters] == self._versions:
-            return None
-        for name, parameter, view in zip(self.spec.names, self.spec.parameters, self.views, strict=True):
-            if parameter.data_ptr() != view.data_ptr() and not torch.equal(parameter, view):
-                return name
-        changed = [p._version != version for p, version in zip(self.spec.parameters, self._versions, strict=True)]
-        return self.spec.names[changed.index(True)] if any(changed) and self.edited() else None
 
     # ---- values: master -> owned -> full
 
@@ -244,7 +219,8 @@ class FlatGroup:
         self._versions = [p._version for p in self.spec.parameters]
         if self.owned is self.full:
             return Pending()
-        return self.collectives.all_gather(self.full, self.shard)
+        Courier.of(self.full.device).join(self.full.device)
+        return self.collectives.all_gather(self.full, self.home.bring(self.own))
 
     def store(self, source: int | None = None) -> None:
         """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.
@@ -253,18 +229,17 @@ class FlatGroup:
         """
         if source is not None:
             self.collectives.broadcast(self.full, source)
-        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
         if self.comes_and_goes:
-            self.shard.copy_(self.full[start:stop])
+            self.home.keep(self.own)
         if self.weights is not None:
-            self.weights.take_edits()
+            self.weights.take_edits(self.own if self.comes_and_goes else None)
         self._versions = [p._version for p in self.spec.parameters]
 
     def edited(self) -> bool:
         """This rank's slice of the full values is no longer what the shard, or the master weights, say it is."""
-        start, stop = self.layout.shard_bounds(self.collectives.world.rank)
         if self.comes_and_goes:
-            return not torch.equal(self.full[start:stop], self.shard)
+            with self.home.opened(changed=False) as values:
+                return not torch.equal(self.own, values.to(self.own.device))
         return self.weights is not None and self.weights.differ()
 
     @property
@@ -274,7 +249,7 @@ class FlatGroup:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes that this rank holds now, by kind of state."""
-        params = self.full.untyped_storage().nbytes() + (self.shard.nbytes if self.comes_and_goes else 0)
+        params = self.full.untyped_storage().nbytes() + self.home.nbytes
         return {"params": params, "master": self.weights.nbytes if self.weights is not None else 0}
 
 

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.errors import ParameterError
-from zrun_runtime.flat_group import FlatGroup, Residence
+from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.grouping import Unit
 from zrun_runtime.hook import Hook, hook_first, in_backward, move_to_end
 from zrun_runtime.order import Order
+from zrun_runtime.residence import Residence
 from zrun_runtime.tree import tensors_in
 
 

@@ -1,7 +1,12 @@
 """Master weights: what an optimizer updates, and how it becomes what the model sees.
 
-They are the model's own fp32 (fp64) weights, or a copy in fp32 of 16-bit ones. Where the optimizer's state is on a
-disk such a copy is there too; the parameter that the optimizer knows is then one NaN seen through strides of zero.
+They are the model's own fp32 (fp64) weights; or a copy, in fp32 of 16-bit ones, where the optimizer's state lives. If
+that is on a disk, the parameter that the optimizer knows is one NaN seen through strides of zero.
+
+[Note: edits of offloaded weights]
+What scripts write into 16-bit weights reaches the master. Where both are in host memory they are compared when the
+master is updated, piece by piece. Where the weights are on another device that would bring them all to the host in
+every step; there an edit is seen by the parameters' versions, which every way of writing raises but `p.data`.
 """
 
 from __future__ import annotations
@@ -9,34 +14,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zrun_runtime.plan import TierKind
+from zrun_runtime.plan import StatePlan, TierKind
+from zrun_runtime.tiers.host import Courier, is_host, to_host
 
 _EXACT = (torch.float32, torch.float64)
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MasterWeights:
     """The master weights of one flat group.
 
     Attributes:
-        owned: (owned_numel,) what this rank has of what the model sees.
+        owned: (owned_numel,) what this rank has of what the model sees; while that is on a disk, not its values.
         parameter: (owned_numel,) what the optimizer knows.
+        apart: they are not `owned` itself, but a finer copy, or one in another tier.
         elsewhere: the values are on a disk.
+        behind: edits of `owned` have not reached the values yet.
     """
 
-    def __init__(self, owned: Tensor, tier: TierKind) -> None:
-        self.owned = owned
-        self.elsewhere = tier is TierKind.NVME and owned.dtype not in _EXACT
-        if owned.dtype in _EXACT:
+    def __init__(self, owned: Tensor, values: Tensor, plan: StatePlan) -> None:
+        """values: what `owned` has, wherever it is."""
+        tier = plan.optimizer.tier
+        on_disk = owned.numel() > 0 and owned.stride() == (0,)
+        together = tier is TierKind.DEVICE or is_host(owned.device)
+        self.owned, self.behind = owned, False
+        self.apart = on_disk or not together or owned.dtype not in _EXACT
+        self.elsewhere = self.apart and tier is TierKind.NVME
+        self._compares = together and not on_disk  # edits can be seen in the pass of an update
+        dtype = owned.dtype if owned.dtype in _EXACT else torch.float32
+        if not self.apart:
             self.parameter = nn.Parameter(owned)
         elif self.elsewhere:
-            self.parameter = nn.Parameter(torch.full((), float("nan")).expand(owned.shape))
+            self.parameter = nn.Parameter(torch.full((), float("nan"), dtype=dtype).expand(owned.shape))
+        elif tier is TierKind.DEVICE:
+            self.parameter = nn.Parameter(values.to(dtype, copy=True))
         else:
-            self.parameter = nn.Parameter(owned.float())
-
-    @property
-    def apart(self) -> bool:
-        """They are not what the model sees, but a finer copy."""
-        return self.parameter.dtype is not self.owned.dtype
+            self.parameter = nn.Parameter(to_host(values, pin=True).to(dtype))
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +59,11 @@ class MasterWeights:
     def show(self, values: Tensor, start: int) -> None:
         """Put updated values, from element `start` on, into `owned`."""
         if self.apart:
-            self.owned[start : start + values.numel()].copy_(values)
+            target = self.owned[start : start + values.numel()]
+            if values.device == target.device:
+                target.copy_(values)
+            else:
+                Courier.of(target.device).send(values, target)
 
     def move(self, owned: Tensor) -> None:
         """What this rank has of what the model sees is here now."""
@@ -54,33 +71,38 @@ class MasterWeights:
         if not self.apart:
             self.parameter.data = owned
 
-    def take_edits(self) -> None:
-        """Follow what was edited in `owned`. Values on a disk do when they are fetched next."""
-        if self.apart and not self.elsewhere:
-            self.follow(self.parameter.detach(), 0)
+    def take_edits(self, owned: Tensor | None = None) -> None:
+        """Follow what was edited in `owned`, given if that is on a disk. Values on a disk do when they are fetched."""
+        if self.elsewhere:
+            self.behind = True
+        elif self.apart:
+            self._follow(self.parameter.detach(), self.owned if owned is None else owned)
 
-    def follow(self, values: Tensor, start: int) -> bool:
-        """Let values, those from element `start` on, be what `owned` is; what was not edited keeps its digits.
+    def catch_up(self, values: Tensor, start: int) -> bool:
+        """Let values that are about to be updated, those from element `start` on, follow edits; were there any?"""
+        if not self.apart or not (self.behind or self._compares):
+            return False
+        return self._follow(values, self.owned[start : start + values.numel()])
 
-        Returns whether anything was edited.
-        """
-        owned = self.owned[start : start + values.numel()]
+    def _follow(self, values: Tensor, owned: Tensor) -> bool:
+        """Where `owned` is not `values` rounded, take it; what was not edited keeps its digits. Was anything edited?"""
+        owned = owned.to(values.device)
         rounded = values.to(owned.dtype)
-        if torch.equal(rounded.view(torch.int16), owned.view(torch.int16)):
+        if torch.equal(_bits(rounded), _bits(owned)):
             return False
         values.copy_(torch.where(rounded == owned, values, owned.to(values.dtype)))
         return True
 
     def edit_flag(self) -> Tensor | None:  # () bool, on the device
-        """Whether `owned` is other than the values in memory, rounded; None if they are one, or on a disk."""
-        if not self.apart or self.elsewhere:
+        """Whether `owned` is other than the values, rounded; None if they are one, or are not on the device."""
+        if not self.apart or self.parameter.device != self.owned.device or self.elsewhere:
             return None
-        return (self.parameter.detach().to(self.owned.dtype).view(torch.int16) != self.owned.view(torch.int16)).any()
+        return (_bits(self.parameter.detach().to(self.owned.dtype)) != _bits(self.owned)).any()
 
     def differ(self) -> bool:
-        """`owned` was edited. Of values on a disk: perhaps."""
+        """`owned` was edited. Where that cannot be seen: perhaps."""
         flag = self.edit_flag()
-        return self.elsewhere or (flag is not None and bool(flag))
+        return self.apart if flag is None else bool(flag)
 
     def as_coarse_as_shown(self) -> bool:
         """The values have no digits that `owned` has not. On a disk, and without values, none have before a step."""
@@ -88,3 +110,7 @@ class MasterWeights:
             return True
         values = self.parameter.detach()
         return torch.equal(values.to(self.owned.dtype).to(values.dtype), values)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(_INTEGERS[values.dtype.itemsize])

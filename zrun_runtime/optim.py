@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from zrun_runtime.errors import ConfigError, EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.group_state import FlatRatios, GroupState, is_sized, shard_state
 from zrun_runtime.optimizers import OWN, Lamb, require_elementwise
-from zrun_runtime.state_homes import MASTER, StateHomes, master_of, number_of, weights_of
+from zrun_runtime.state_homes import MASTER, StateHomes, master_of, number_of, shown, weights_of
 from zrun_runtime.tiers import MemoryStore, OffloadSettings, Slot, Values, stream
 
 ParamGroups = list[dict[str, Any]]
@@ -127,20 +127,23 @@ class ShardedOptimizer:
 
         Returns offloaded groups with 16-bit weights that were edited since the last step, which their master followed.
         """
-        homes = self.homes
+        homes, edited = self.homes, {}
         groups = {store: group for group, store in homes.stores.items()}
-        with self._one_at_a_time():
-            published, edited = [], {}
-            try:
-                slots = [slot for group in self.groups if group.trains for slot in homes.slots(group)]
-                for slot, values in stream(slots, homes.ahead):
-                    group = groups[slot.store]
-                    if self._update(group, slot, values, reduced(group), scale):
-                        edited[group] = True
-                    if slot.is_last:
-                        published.append(group.publish())
-            finally:
-                homes.finish()
+        slots = [slot for group in self.groups if group.trains for slot in homes.slots(group)]
+        with self._one_at_a_time(), ExitStack() as opened:
+            opened.callback(homes.finish)
+            published = []
+            for slot, values in stream(slots, homes.ahead):
+                group = groups[slot.store]
+                if slot.start == 0:
+                    group_opened = opened.enter_context(ExitStack())
+                    group_opened.enter_context(shown(group, changed=True, fresh=homes.updates_all(group)))
+                if self._update(group, slot, values, reduced(group), scale):
+                    edited[group] = True
+                if slot.is_last:
+                    group_opened.close()
+                    weights_of(group).behind = False
+                    published.append(group.publish())
             for pending in published:
                 pending.wait()
         return list(edited)
@@ -175,8 +178,8 @@ class ShardedOptimizer:
         for start in range(0, slot.numel, size):
             piece, first = master[start : start + size], slot.start + start
             part = grad[first : first + piece.numel()]
-            if weights.apart and group.plan.offloads_optimizer:
-                edited |= weights.follow(piece, first)
+            if group.plan.offloads_optimizer:
+                edited |= weights.catch_up(piece, first)
             if piece.numel() == slot.store.numel and isinstance(slot.store, MemoryStore):
                 self._update_whole(group, part, scale)
             else:

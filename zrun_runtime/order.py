@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zrun_runtime.flat_group import FlatGroup, Residence
+from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.grouping import Unit
+from zrun_runtime.residence import Residence
 
 # What may be full at once: the two largest groups, and a little for a small third (in elements).
 _LIVE_SHARE, _LIVE_SLACK = 1.05, 2**18
@@ -36,6 +37,9 @@ class Order:
         self._fetched = following.groups if following is not None and self._may_fetch(following) else []
         for group in self._fetched:
             group.start_unshard()
+        second = self._next.get(following) if following is not None and following not in self._doubtful else None
+        for group in second.groups if second is not None else ():
+            group.home.prefetch()  # a disk takes longer than a gather
 
     def _may_fetch(self, unit: Unit) -> bool:
         """A unit may be on its way early if it is not too large, and no more is full then than two groups take."""

@@ -8,7 +8,8 @@ will be is found by letting a copy of the optimizer step on a small parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ class StateHomes:
             known.copy_(weights.owned[slot.start : slot.stop])
         return known
 
+    def updates_all(self, group: FlatGroup) -> bool:
+        """An update needs nothing of what the model sees: the master weights have it all."""
+        weights, store = weights_of(group), self.stores[group]
+        first = weights.elsewhere and isinstance(store, FileStore) and MASTER not in store.known
+        return weights.apart and not weights.behind and not first
+
     def finish(self) -> None:
         """Wait for what is being written.
 
@@ -116,20 +123,25 @@ class StateHomes:
         Of a group on a disk: copies, of one group's size.
         """
         master, store = master_of(group), self.stores[group]
-        weights_of(group).take_edits()
         entries = self.optimizer.state.get(master, {})
         moments = {key: value for key, value in entries.items() if is_sized(value, master.numel())}
-        if isinstance(store, FileStore):
+        with shown(group, changed=False):
+            if not weights_of(group).elsewhere:
+                weights_of(group).catch_up(master.detach(), 0)
             for slot, values in stream(self.slots(group), self.ahead, changed=False):
-                if weights_of(group).elsewhere:
-                    values[MASTER] = self.master_tile(group, slot, values)
-                    weights_of(group).follow(values[MASTER], slot.start)
-                for name, value in values.items():
-                    if name not in moments:
-                        moments[name] = torch.empty(store.numel, dtype=value.dtype)
-                    moments[name][slot.start : slot.stop] = value
-            store.finish()
+                if isinstance(store, FileStore):
+                    self._copy_out(group, slot, values, moments)
+        store.finish()
         return GroupState(moments.pop(MASTER, master.detach()), moments, self.scalars(group))
+
+    def _copy_out(self, group: FlatGroup, slot: Slot, values: Values, found: dict[str, Tensor]) -> None:
+        if weights_of(group).elsewhere:
+            values[MASTER] = self.master_tile(group, slot, values)
+            weights_of(group).catch_up(values[MASTER], slot.start)
+        for name, value in values.items():
+            if name not in found:
+                found[name] = torch.empty(slot.store.numel, dtype=value.dtype)
+            found[name][slot.start : slot.stop] = value
 
     def dtypes(self, group: FlatGroup) -> dict[str, torch.dtype]:
         """The dtypes of the group's moments, without their values."""
@@ -144,7 +156,9 @@ class StateHomes:
         master, weights, store = master_of(group), weights_of(group), self.stores[group]
         if state.master is None:
             raise EngineError(f"{group.spec.label}: no master weights were given")
-        weights.show(state.master, 0)
+        with shown(group, changed=True, fresh=True):
+            weights.show(state.master, 0)
+        weights.behind = False
         if not weights.elsewhere and state.master.data_ptr() != master.data_ptr():
             master.detach().copy_(state.master)
         self.optimizer.state[master] = scalars = self._counted(group, state.scalars)
@@ -170,7 +184,8 @@ class StateHomes:
         """Keep one tensor of what `read` gave and the caller changed: master weights (which are shown), or a moment."""
         store = self.stores[group]
         if kind == MASTER:
-            weights_of(group).show(values, 0)
+            with shown(group, changed=True, fresh=True):
+                weights_of(group).show(values, 0)
         if isinstance(store, FileStore) and kind in store.fields:
             for slot, _ in stream(self.slots(group), self.ahead):
                 store.room(slot, kind, values.dtype).copy_(values[slot.start : slot.stop])
@@ -180,6 +195,21 @@ class StateHomes:
         """Remove what is on the disk."""
         if self.nvme is not None:
             self.nvme.close()
+
+
+@contextmanager
+def shown(group: FlatGroup, changed: bool, fresh: bool = False) -> Iterator[None]:
+    """Inside, what the model sees of a group is in memory (or on the device), even if it lives on a disk.
+
+    changed: it is kept afterwards. fresh: all of it will be written, so its old values are not wanted.
+    """
+    weights, owned = weights_of(group), group.owned
+    with group.home.opened(changed, fresh) as values:
+        weights.owned = values if owned is group.shard else owned
+        try:
+            yield
+        finally:
+            weights.owned = owned
 
 
 def weights_of(group: FlatGroup) -> MasterWeights:

@@ -27,7 +27,7 @@ from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer
 from zrun_runtime.regroup import carry_gradients
-from zrun_runtime.tiers import OffloadSettings
+from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings
 from zrun_runtime.window import Window
 
 
@@ -44,6 +44,9 @@ class ZeroSettings:
     clip: float  # L2 norm; 0: none
     leaves: Sequence[nn.Module] = ()  # modules that are units as a whole, whatever runs inside them
     offload: OffloadSettings | None = None  # where the plan keeps the optimizer's state off the device
+    shard_disk: DiskSettings | None = None  # where the plan keeps shards on NVMe
+    shard_buffers: int = 5
+    shards_in_memory: int = 0  # elements of this rank's shards that stay in memory all the same
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class ZeroModel:
             specs = specs_of_units(units, optimizer_groups, settings.grouping)
         else:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
+        disk = settings.shard_disk if settings.plan.shards_params else None
+        self._disk = NvmeTier(disk, settings.shard_buffers) if disk is not None else None
         self.groups = self._build(specs)
         self.where = self._index()
         claim((p for group in self.groups for p in group.spec.parameters), self)
@@ -99,8 +104,11 @@ class ZeroModel:
 
     def _build(self, specs: Sequence[GroupSpec]) -> list[FlatGroup]:
         plan, offload = self.settings.plan, self.settings.offload
-        plans = place(specs, plan, plan.shards_params, offload.share if offload is not None else 1.0, 0)
-        return [FlatGroup(spec, own, self.collectives, self) for spec, own in zip(specs, plans, strict=True)]
+        share = offload.share if offload is not None else 1.0
+        in_memory = self.settings.shards_in_memory * self.collectives.world.size
+        plans = place(specs, plan, plan.shards_params, share, in_memory)
+        disk = self._disk
+        return [FlatGroup(spec, own, self.collectives, self, disk) for spec, own in zip(specs, plans, strict=True)]
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""

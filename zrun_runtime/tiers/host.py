@@ -1,9 +1,16 @@
-"""Host memory as seen from the training device: the same, or apart from it."""
+"""Host memory as seen from the training device: the same, or apart from it; and what copies between the two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+
+from zrun_runtime.tiers.ring import Ring
+
+_STAGES = 4  # pieces on their way to the device at a time
 
 
 def is_host(device: torch.device) -> bool:
@@ -15,3 +22,68 @@ def is_host(device: torch.device) -> bool:
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
     """(numel,) in host memory; pin: page-locked, where there is a device that copies from it."""
     return torch.empty(numel, dtype=dtype, pin_memory=pin and torch.cuda.is_available())
+
+
+def to_host(values: Tensor, pin: bool) -> Tensor:
+    """A copy in host memory."""
+    return host_empty(values.numel(), values.dtype, pin).copy_(values)
+
+
+class Courier:
+    """Copies between one device and page-locked host memory, on a stream of its own, so that kernels go on.
+
+    Where the device is no GPU a copy is over when it was asked for.
+    """
+
+    _of: dict[torch.device, Courier] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._rings: dict[tuple[int, torch.dtype], Ring[Tensor]] = {}
+
+    @classmethod
+    def of(cls, device: torch.device) -> Courier:
+        """The one of this device."""
+        return cls._of.setdefault(device, cls(device))
+
+    def receive(self, source: Tensor, pin: bool) -> tuple[Tensor, Callable[[], None]]:
+        """A copy of `source` in host memory, and what waits until it is there."""
+        target = host_empty(source.numel(), source.dtype, pin)
+        if self._stream is None:
+            target.copy_(source)
+            return target, lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        arrived = self._stream.record_event()
+
+        def wait() -> None:
+            arrived.synchronize()
+            _ = source  # held until here
+
+        return target, wait
+
+    def send(self, values: Tensor, target: Tensor) -> None:
+        """Begin to copy host values into a tensor of the device, in its dtype; `values` may change at once."""
+        if self._stream is None:
+            target.copy_(values)
+            return
+        key = values.numel(), target.dtype
+        ring = self._rings.setdefault(key, Ring(lambda: host_empty(*key, pin=True), _STAGES))
+        staging = ring.take().copy_(values)
+        self._stream.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(staging, non_blocking=True)
+        ring.give_back(staging, self._stream.record_event().synchronize)
+
+    def issuing(self, device: torch.device) -> AbstractContextManager[object]:
+        """Inside, what is queued on the device comes after what was sent, and after what was queued before."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
+
+    def join(self, device: torch.device) -> None:
+        """What is queued on the device from now on comes after what was sent."""
+        if self._stream is not None:
+            torch.cuda.current_stream(device).wait_stream(self._stream)

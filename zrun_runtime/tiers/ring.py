@@ -25,6 +25,11 @@ class Ring(Generic[T]):
         self._free: list[T] = []
         self._busy: deque[tuple[T, Callable[[], None]]] = deque()
 
+    @property
+    def exhausted(self) -> bool:
+        """All are in use, and none is about to be given back."""
+        return not self._free and not self._busy and self._made >= self.count
+
     def take(self) -> T:
         """A buffer nobody uses.
 
@@ -36,7 +41,7 @@ class Ring(Generic[T]):
         if self._made < self.count:
             self._made += 1
             return self._make()
-        if not self._busy:
+        if self.exhausted:
             raise EngineError(f"all {self.count} buffers are in use")
         buffer, wait = self._busy.popleft()
         wait()

@@ -142,10 +142,21 @@ class Buffers:
         self.ring: Ring[Tensor] = Ring(lambda: aligned_buffer(self.nbytes, pin), count)
         # While one tile is computed on, one is written; the others may be read ahead.
         self.ahead = max(count - 2, 1) if count > 1 else 0
+        self.coming: dict[tuple[FileStore, int], tuple[Tensor, Callable[[], None]]] = {}  # read ahead, oldest first
+
+    def take(self) -> Tensor:
+        """A buffer nobody uses; if need be one whose contents were read ahead."""
+        if self.ring.exhausted and self.coming:
+            buffer, wait = self.coming.pop(next(iter(self.coming)))
+            wait()
+            return buffer
+        return self.ring.take()
 
     def fit(self, nbytes: int) -> None:
         """Be large enough for tiles of this size."""
         if nbytes > self.nbytes:
+            while self.coming:
+                self.ring.give_back(*self.coming.pop(next(iter(self.coming))))
             self.ring.clear()
             self.nbytes = nbytes
 
@@ -162,7 +173,6 @@ class FileStore:
         self._disk, self._buffers = disk, buffers
         self._path = disk.create(name, self._offset(-(-self.numel // self.tile_numel)))
         self._known: dict[int, set[str]] = {}  # slot -> names of what the file has of it
-        self._coming: dict[int, tuple[Tensor, Callable[[], None]]] = {}
         self._here: dict[int, tuple[Tensor, set[str]]] = {}
         buffers.fit(self._offset(1))
 
@@ -188,20 +198,24 @@ class FileStore:
         return views
 
     def prefetch(self, slot: Slot) -> None:
-        if slot.index in self._coming or slot.index in self._here or slot.index not in self._known:
+        key = self, slot.index
+        if key in self._buffers.coming or slot.index in self._here or slot.index not in self._known:
             return
-        buffer = self._buffers.ring.take()
-        reading = self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])
-        self._coming[slot.index] = buffer, reading
+        if not self._buffers.ring.exhausted:
+            buffer = self._buffers.ring.take()
+            reading = self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])
+            self._buffers.coming[key] = buffer, reading
 
-    def fetch(self, slot: Slot) -> Values:
-        self.prefetch(slot)
-        known = self._known.get(slot.index, set())
-        if slot.index in self._coming:
-            buffer, wait = self._coming.pop(slot.index)
+    def fetch(self, slot: Slot, fresh: bool = False) -> Values:
+        """fresh: nothing of it is wanted, all will be written."""
+        known = self._known.get(slot.index, set()) if not fresh else set()
+        if (self, slot.index) in self._buffers.coming:
+            buffer, wait = self._buffers.coming.pop((self, slot.index))
             wait()
         else:
-            buffer = self._buffers.ring.take()
+            buffer = self._buffers.take()
+            if known:
+                self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])()
         self._here[slot.index] = buffer, set(known)
         return {name: view for name, view in self._views(slot, buffer).items() if name in known}
 
@@ -234,10 +248,8 @@ class FileStore:
         self._buffers.ring.give_back(self._here.pop(slot.index)[0])
 
     def finish(self) -> None:
-        coming = list(self._coming.values())
-        self._coming.clear()
-        for buffer, wait in coming:  # read ahead and then not wanted
-            self._buffers.ring.give_back(buffer, wait)
+        for key in [key for key in self._buffers.coming if key[0] is self]:  # read ahead and then not wanted
+            self._buffers.ring.give_back(*self._buffers.coming.pop(key))
         for buffer, _ in self._here.values():
             self._buffers.ring.give_back(buffer)
         self._here.clear()

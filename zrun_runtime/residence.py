@@ -1,0 +1,91 @@
+"""Where a group's full values are, and what becomes of what scripts do to them while they are here."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zrun_runtime.errors import ParameterError
+
+if TYPE_CHECKING:
+    from zrun_runtime.flat_group import GroupSpec
+
+
+class Residence(Enum):
+    """Where a group's full values are, and what memory that costs on this rank."""
+
+    SHARDED = "sharded"  # the shard alone
+    GATHERING = "gathering"  # the shard, and a full buffer that is being filled
+    UNSHARDED = "unsharded"  # the shard and the full buffer; parameters can be read
+
+
+class ScriptsWrite:
+    """The part of a flat group that looks after what others write; see [Note: what others write] in edits.py."""
+
+    spec: GroupSpec
+    comes_and_goes: bool
+    residence: Residence
+    full: Tensor
+    views: list[Tensor]
+    _places: list[tuple[int, tuple[int, ...]]]
+    _versions: list[int]
+
+    def edited(self) -> bool:
+        """This rank's part of the values was changed."""
+        raise NotImplementedError
+
+    def _renew_storage(self, keep_values: bool = False) -> None:
+        raise NotImplementedError
+
+    def _in_place(self) -> bool:
+        """Every parameter is where its view is. (Cheaper than `is_set_to`.)"""
+        base = self.full.data_ptr()
+        return [(p.data_ptr() - base, p.stride()) for p in self.spec.parameters] == self._places
+
+    def take_back(self) -> bool:
+        """Put parameters that were given other memory back into their place, with their values; were there any?
+
+        Raises:
+            ParameterError: one has another shape, dtype or device now.
+        """
+        if self.residence is not Residence.UNSHARDED or self._in_place():
+            return False
+        moved = {}
+        for index, (parameter, view) in enumerate(zip(self.spec.parameters, self.views, strict=True)):
+            if not parameter.is_set_to(view):
+                self._refuse_misfit(index)
+                moved[index] = parameter.detach()
+        self._renew_storage(keep_values=True)
+        for index, values in moved.items():
+            self.views[index].copy_(values)
+        for parameter, view in zip(self.spec.parameters, self.views, strict=True):
+            parameter.data = view
+        return True
+
+    def _refuse_misfit(self, index: int) -> None:
+        name, parameter, view = self.spec.names[index], self.spec.parameters[index], self.views[index]
+        for what, was, now in (
+            ("shape", tuple(view.shape), tuple(parameter.shape)),
+            ("dtype", view.dtype, parameter.dtype),
+            ("device", view.device, parameter.device),
+        ):
+            if was != now:
+                raise ParameterError(
+                    f"{name}: its {what} became {now} after initialize, which laid it out as {was}",
+                    "change it before initialize; what it computes in is the config's choice (bf16, fp16)",
+                )
+
+    def disturbed(self) -> str | None:
+        """The name of a parameter that was changed since the values came, where such a change is about to be lost."""
+        if not self.comes_and_goes or self.residence is not Residence.UNSHARDED:
+            return None
+        if self._in_place() and [p._version for p in self.spec.parameters] == self._versions:
+            return None
+        for name, parameter, view in zip(self.spec.names, self.spec.parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr() and not torch.equal(parameter, view):
+                return name
+        changed = [p._version != version for p, version in zip(self.spec.parameters, self._versions, strict=True)]
+        return self.spec.names[changed.index(True)] if any(changed) and self.edited() else None

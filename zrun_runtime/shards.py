@@ -1,0 +1,124 @@
+"""This rank's slice of a group's parameters, in the tier where it lives while the full values are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zrun_runtime.plan import TierKind
+from zrun_runtime.tiers import FileStore, NvmeTier, slots_of
+from zrun_runtime.tiers.host import Courier, is_host, to_host
+
+_NAME = "weights"
+
+
+class Shard(Protocol):
+    """values: (shard_numel,) param dtype: the slice, or on a disk one NaN seen through strides of zero."""
+
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes beside the full values."""
+        ...
+
+    def prefetch(self) -> None:
+        """It will be wanted soon."""
+        ...
+
+    def bring(self, own: Tensor) -> Tensor:
+        """What a gather sends: the slice itself, or `own`, its place in the full values, with a copy that is on its way
+        (see Courier.join)."""
+        ...
+
+    def keep(self, own: Tensor) -> None:
+        """Take the values of its place in the full ones."""
+        ...
+
+    def opened(self, changed: bool, fresh: bool = False) -> AbstractContextManager[Tensor]:
+        """The slice in memory inside, to be read, or also changed in place; fresh: all of it will be written."""
+        ...
+
+
+class MemoryShard:
+    """A slice in memory: the device's or the host's."""
+
+    def __init__(self, values: Tensor, is_view: bool) -> None:
+        self.values = values
+        self._is_view = is_view
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._is_view else self.values.nbytes
+
+    def prefetch(self) -> None:
+        pass
+
+    def bring(self, own: Tensor) -> Tensor:
+        if self.values.device == own.device:
+            return self.values
+        Courier.of(own.device).send(self.values, own)
+        return own
+
+    def keep(self, own: Tensor) -> None:
+        self.values.copy_(own)
+
+    @contextmanager
+    def opened(self, changed: bool, fresh: bool = False) -> Iterator[Tensor]:
+        yield self.values
+
+
+class FileShard:
+    """A slice on a disk."""
+
+    def __init__(self, values: Tensor, tier: NvmeTier) -> None:
+        numel = values.numel()
+        self.store: FileStore = tier.store("weights", (numel, numel), {_NAME: values.dtype})
+        self.values = torch.full((), float("nan"), dtype=values.dtype).expand(numel)
+        self._slot = slots_of(self.store, numel)[0]
+        self.keep(values)
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def prefetch(self) -> None:
+        self.store.prefetch(self._slot)
+
+    def bring(self, own: Tensor) -> Tensor:
+        with self.opened(changed=False) as values:
+            Courier.of(own.device).send(values, own)
+        return own
+
+    def keep(self, own: Tensor) -> None:
+        with self.opened(changed=True, fresh=True) as values:
+            values.copy_(own)
+
+    @contextmanager
+    def opened(self, changed: bool, fresh: bool = False) -> Iterator[Tensor]:
+        found = self.store.fetch(self._slot, fresh)
+        try:
+            yield found[_NAME] if found else self.store.room(self._slot, _NAME, self.values.dtype)
+        finally:
+            if changed:
+                self.store.flush(self._slot)
+            else:
+                self.store.release(self._slot)
+
+
+def leaves_device(tier: TierKind, device: torch.device) -> bool:
+    """A slice in this tier takes none of the device's memory."""
+    return tier is TierKind.NVME or (tier is TierKind.CPU and not is_host(device))
+
+
+def make_shard(own: Tensor, tier: TierKind, disk: NvmeTier | None) -> Shard:
+    """A home for a slice whose place in the full values is `own`, which will be gone."""
+    if tier is TierKind.NVME and disk is not None:
+        return FileShard(own, disk)
+    if leaves_device(tier, own.device):
+        return MemoryShard(to_host(own, pin=True), is_view=False)
+    return MemoryShard(own.clone(), is_view=False)

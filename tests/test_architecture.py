@@ -92,6 +92,7 @@ LEVELS = {
     "zrun_runtime.flat_group": 3.0,
     "zrun_runtime.edits": 3.1,
     "zrun_runtime.grouping": 3.1,
+    "zrun_runtime.departures": 3.05,
     "zrun_runtime.reducer": 3.1,
     "zrun_runtime.order": 3.95,
     "zrun_runtime.holder": 3.97,

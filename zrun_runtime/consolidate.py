@@ -113,8 +113,9 @@ def full_value(zero: ZeroModel, parameter: nn.Parameter, shard: Tensor | None) -
     group, index = found
     full = shard
     if shard.numel() != group.layout.padded_numel:
+        shard = shard.to(group.full.device).contiguous()  # which may be on the host
         full = torch.empty(group.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        zero.collectives.all_gather(full, shard.contiguous()).wait()
+        zero.collectives.all_gather(full, shard).wait()
     offset = group.layout.offsets[index]
     view = group.views[index]
     return full.as_strided(view.size(), view.stride(), offset).clone()

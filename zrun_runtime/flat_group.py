@@ -17,7 +17,6 @@ by the placeholders and the version guard (sharded_parameter.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +26,11 @@ from zrun_runtime.errors import DistributedError
 from zrun_runtime.layout import Layout, lay_out
 from zrun_runtime.master import MasterWeights
 from zrun_runtime.plan import StatePlan
-from zrun_runtime.residence import Residence, ScriptsWrite
+from zrun_runtime.residence import GroupSpec, Residence, ScriptsWrite
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
 from zrun_runtime.shards import MemoryShard, Shard, leaves_device, make_shard
 from zrun_runtime.tiers import NvmeTier
 from zrun_runtime.tiers.host import Courier
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """Which parameters make a group: one dtype, one device, one requires_grad, one optimizer group."""
-
-    label: str
-    names: tuple[str, ...]
-    parameters: tuple[nn.Parameter, ...]
-    optimizer_group: int | None  # None: no optimizer updates them
-    keep_full: bool = False  # too small to be worth gathering: full between uses, whatever the plan says
 
 
 class FlatGroup(ScriptsWrite):

@@ -72,13 +72,14 @@ class FlatRatios:
     def __call__(self, values: Tensor, update: Tensor, ratio: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Multiply each parameter's part of `update`. A collective where ranks have parts."""
         count, world = len(self.group.layout.numels), self.group.collectives.world
-        squares = torch.zeros(round_up(2 * count, world.size), dtype=torch.float64, device=values.device)
+        device = self.group.full.device  # which ranks exchange from
+        squares = torch.zeros(round_up(2 * count, world.size), dtype=torch.float64, device=device)
         for index, part in self.parts:
             squares[index] = values[part].double().square().sum()
             squares[count + index] = update[part].double().square().sum()
         if self.split:
             self.group.collectives.reduce(squares, Layout.REPLICATED, squares, False, self.group.ticket).wait()
         norms = squares.sqrt()
-        ratios = ratio(norms[:count], norms[count : 2 * count]).to(update.dtype)
+        ratios = ratio(norms[:count], norms[count : 2 * count]).to(update)
         for index, part in self.parts:
             update[part].mul_(ratios[index])

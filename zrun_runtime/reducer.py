@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.collectives import Collectives, Pending
+from zrun_runtime.departures import Departures, leave_device
 from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, view_like
 from zrun_runtime.hook import move_to_end
@@ -59,6 +60,22 @@ class GroupGrads:
         """Every parameter of the group has been seen in this backward."""
         return len(self.arrived) == len(self.group.spec.parameters)
 
+    def take_in(self, out: Tensor, final: bool) -> None:
+        """A reduction has ended with `out`; final: nothing will be added before the update."""
+        if self.reduced is None:
+            self.reduced = out.to(_kept_dtype(self.group, out, final))
+        elif self.reduced is not out:
+            self.reduced.add_(out)
+
+
+class UnderWay:
+    """What moves: reductions, those of a backward that failed, and gradients that leave for the host."""
+
+    def __init__(self) -> None:
+        self.flying: list[tuple[GroupGrads, Tensor, Pending]] = []
+        self.abandoned: list[Pending] = []
+        self.departures = Departures()
+
 
 class GradReducer:
     """See [Note: the life of a gradient]."""
@@ -81,8 +98,7 @@ class GradReducer:
         self.idle = False  # the backward under way gives no parameter a gradient
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
         self._next = 0  # the first group of `order` that was not launched in this backward
-        self._flying: list[tuple[GroupGrads, Tensor, Pending]] = []
-        self._abandoned: list[Pending] = []  # under way when their backward failed
+        self._moving = UnderWay()
         self._agree = collectives.register("the end of a backward")
         self._hooks = [
             (parameter, parameter.register_post_accumulate_grad_hook(self._acceptor(grads, index)))
@@ -174,11 +190,13 @@ class GradReducer:
         grads.written.clear()
         if self.wire_dtype is not None and full.dtype is not self.wire_dtype:
             full = full.to(self.wire_dtype)
-        while len(self._flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
+        while len(self._moving.flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
             self._land()
         accumulate = grads.reduced is not None
         if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:
             out = full
+        elif leave_device(group):
+            out, accumulate = full.new_empty(group.layout.shard_numel), False
         else:
             out = grads.reduced if grads.reduced is not None else _new_shard(group)
         grads.launched = True
@@ -186,20 +204,22 @@ class GradReducer:
         pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.ticket)
         if checked:
             pending = self.collectives.checked(pending, group.reduction_ticket)
-        self._flying.append((grads, out, pending))
+        self._moving.flying.append((grads, out, pending))
 
     def _land(self) -> None:
         """Finish the oldest reduction."""
-        grads, out, pending = self._flying.pop(0)
+        grads, out, pending = self._moving.flying.pop(0)
         pending.wait()
-        while self._abandoned:
-            self._abandoned.pop().wait()  # earlier ones, so every rank has come to them
-        if grads.reduced is None:
-            grads.reduced = out.to(_kept_dtype(grads.group, out, self.window.ends_with_this_backward))
-        elif grads.reduced is not out:
-            grads.reduced.add_(out)
-        # While it is in the cache:
-        grads.square_sum = square_sum(self.own_slice(grads)) if self.window.at_boundary else None
+        while self._moving.abandoned:
+            self._moving.abandoned.pop().wait()  # earlier ones, so every rank has come to them
+        if not leave_device(grads.group):
+            grads.take_in(out, self.window.ends_with_this_backward)
+            # While it is in the cache:
+            grads.square_sum = square_sum(self.own_slice(grads)) if self.window.at_boundary else None
+            return
+        final, first = self.window.ends_with_this_backward, grads.reduced is None and grads.square_sum is None
+        grads.square_sum = square_sum(out) if final and first else None
+        self._moving.departures.begin(out, lambda host: grads.take_in(host, final))
 
     def own_slice(self, grads: GroupGrads) -> Tensor:
         """The part of a reduced gradient that this rank counts into the norm."""
@@ -217,7 +237,8 @@ class GradReducer:
             grads.square_sum if grads.square_sum is not None else square_sum(self.own_slice(grads))
             for grads in self.order
         ]
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+        device = self.collectives.world.device
+        return torch.stack([one.to(device) for one in sums]).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     # ---- the end of a backward, and of a step
 
@@ -272,14 +293,17 @@ class GradReducer:
                 self.arrival.append(parameter)
 
     def _land_all(self) -> None:
-        while self._flying:
+        while self._moving.flying:
             self._land()
+        self._moving.departures.settle()
         self.collectives.release_scratch()
 
     def drop(self) -> None:
         """Forget every gradient: after a step, or after an exception in the middle of a backward."""
-        self._abandoned += [pending for _, _, pending in self._flying]  # other ranks may never come to these
-        self._flying.clear()
+        # Other ranks may never come to these:
+        self._moving.abandoned += [pending for _, _, pending in self._moving.flying]
+        self._moving.flying.clear()
+        self._moving.departures.forget()
         self._next = 0
         for grads in self.order:
             grads.buffer = grads.reduced = grads.square_sum = None

@@ -44,7 +44,7 @@ def carry_gradients(old: Sequence[GroupGrads], specs: Sequence[GroupSpec], colle
         for parameter, offset in zip(spec.parameters, layout.offsets, strict=True):
             places[id(parameter)] = (targets[-1], offset)
     for grads in old:
-        layout, reduced = grads.group.layout, _reduced(grads)
+        layout, reduced = grads.group.layout, _reduced(grads).to(grads.group.full.device)
         full = reduced
         if reduced.numel() != layout.padded_numel:
             full = torch.empty(layout.padded_numel, dtype=reduced.dtype, device=reduced.device)

@@ -1,25 +1,33 @@
-"""Where a group's full values are, and what becomes of what scripts do to them while they are here."""
+"""What a group is made of, where its full values are, and what becomes of what scripts write into them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zrun_runtime.errors import ParameterError
 
-if TYPE_CHECKING:
-    from zrun_runtime.flat_group import GroupSpec
-
 
 class Residence(Enum):
-    """Where a group's full values are, and what memory that costs on this rank."""
+    """What a group is made of, where its full values are, and what memory that costs on this rank."""
 
     SHARDED = "sharded"  # the shard alone
     GATHERING = "gathering"  # the shard, and a full buffer that is being filled
     UNSHARDED = "unsharded"  # the shard and the full buffer; parameters can be read
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """Which parameters make a group: one dtype, one device, one requires_grad, one optimizer group."""
+
+    label: str
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    optimizer_group: int | None  # None: no optimizer updates them
+    keep_full: bool = False  # too small to be worth gathering: full between uses, whatever the plan says
 
 
 class ScriptsWrite:

@@ -83,8 +83,7 @@ class ZeroModel:
         else:
             specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
         disk = settings.shard_disk if settings.plan.shards_params else None
-        self._disk = NvmeTier(disk, settings.shard_buffers) if disk is not None else None
-        self.groups = self._build(specs)
+        self.groups = self._build(specs, NvmeTier(disk, settings.shard_buffers) if disk is not None else None)
         self.where = self._index()
         claim((p for group in self.groups for p in group.spec.parameters), self)
         self.share_the_rest()
@@ -102,12 +101,11 @@ class ZeroModel:
             return {n: p for n, p in named.items() if n not in others}  # their engine brings what it has sharded
         return trained
 
-    def _build(self, specs: Sequence[GroupSpec]) -> list[FlatGroup]:
+    def _build(self, specs: Sequence[GroupSpec], disk: NvmeTier | None = None) -> list[FlatGroup]:
         plan, offload = self.settings.plan, self.settings.offload
         share = offload.share if offload is not None else 1.0
         in_memory = self.settings.shards_in_memory * self.collectives.world.size
         plans = place(specs, plan, plan.shards_params, share, in_memory)
-        disk = self._disk
         return [FlatGroup(spec, own, self.collectives, self, disk) for spec, own in zip(specs, plans, strict=True)]
 
     def recall(self, parameter: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zrun_runtime.tiers.ring import Ring
 
-_STAGES = 4  # pieces on their way to the device at a time
+_PIECES = 4  # pieces on their way to the device at a time
 
 
 def is_host(device: torch.device) -> bool:
@@ -69,7 +69,7 @@ class Courier:
             target.copy_(values)
             return
         key = values.numel(), target.dtype
-        ring = self._rings.setdefault(key, Ring(lambda: host_empty(*key, pin=True), _STAGES))
+        ring = self._rings.setdefault(key, Ring(lambda: host_empty(*key, pin=True), _PIECES))
         staging = ring.take().copy_(values)
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
         with torch.cuda.stream(self._stream):

@@ -254,6 +254,7 @@ class Run:
                 stderr=err,
                 cwd=directory,
                 env={**kept, "PYTHONPATH": python_path, "TMPDIR": str(lab.temp), **environ},
+                preexec_fn=os.setpgrp,  # a group whose parent is in another one can be stopped, however tests are run
             )
         self.started = time.monotonic()
 

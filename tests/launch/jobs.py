@@ -44,6 +44,7 @@ class Job:
                     name: value,
                     **environ,
                 },
+                preexec_fn=os.setpgrp,  # a group whose parent is in another one can be stopped, however tests are run
             )
 
     @property

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from tests.launch.jobs import ROOT, job
+from tests.launch.jobs import ROOT, job, state_of
 
 CPU = ("--backend", "gloo", "--plain")
 
@@ -86,6 +86,7 @@ def test_ctrl_z_is_no_silence(tmp_path):
     with job(tmp_path, script, "--num_gpus", "2", "--stall_timeout", "2", "--lease", "30", *CPU) as run:
         run.wait_for(lambda: run.out.count("working") >= 4)
         run.process.send_signal(signal.SIGTSTP)
+        run.wait_for(lambda: state_of(run.process.pid) == "T")
         time.sleep(3)
         run.process.send_signal(signal.SIGCONT)
         time.sleep(0.5)

@@ -54,7 +54,12 @@ class LocalLink:
 
     def receive(self, limit: int) -> bytes:
         stdout = self._process.stdout
-        return stdout.readline(limit) if stdout is not None else b""
+        if stdout is None or stdout.closed:
+            return b""
+        line = stdout.readline(limit)
+        if not line:
+            stdout.close()
+        return line
 
     def hang_up(self) -> None:
         with self._sending:
@@ -77,6 +82,8 @@ class LocalLink:
         stderr = self._process.stderr
         while stderr is not None and (data := os.read(stderr.fileno(), 4096)):
             self._tail = (self._tail + data)[-_TAIL:]
+        if stderr is not None:
+            stderr.close()
 
 
 class LocalTransport:

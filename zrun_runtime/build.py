@@ -195,7 +195,7 @@ def _announce(engine: Engine) -> None:
         {
             "model": f"{sum(p.numel() for p in engine.module.parameters()):,} parameters, {trained:,} trained",
             "zero": f"stage {config.zero.stage}, {len(engine.zero.groups)} groups",
-            "memory": savings(config, size_of(engine.module), engine.zero.settings.plan),
+            "memory": savings(config, size_of(engine.module), engine.zero.settings.plan, world.device.type == "cpu"),
             "precision": config.precision,
             "batch": f"{config.train_batch_size} = {config.micro_batch_size} x {config.accumulation_steps} steps"
             f" x {world.size} ranks",

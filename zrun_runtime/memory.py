@@ -25,6 +25,7 @@ from zrun_runtime.plan import StatePlan, TierKind
 
 MASTER = 4  # bytes of a master weight, of a reduced gradient and of one moment: fp32
 FLYING, FILLING = 2, 1  # groups whose gradients are under way, and one that still gets some; see reducer.py
+NVME_TILE = 2**22  # elements read at once: 48 MiB of AdamW's three tensors
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ONE_MOMENT = ("Adagrad", "Lion")
 _NO_MOMENT = ("SGD",)
@@ -136,17 +137,33 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class TierBuffers:
-    """Host buffers through which state passes on its way to a disk: how many, and the most elements of each.
+class TierSettings:
+    """How state that is not on the device is kept. Sizes in elements.
 
-    tile: of the optimizer's state, of every kind; block: of parameters. Neither is larger than a rank's share of a
-    group.
+    tiles, tile: buffers between the optimizer's state and a disk. blocks: buffers between parameters and a disk, each
+    of a rank's share of a group. in_memory: of a rank's parameters that stay on the host all the same. share: of the
+    optimizer's state that is offloaded at all. one_memory: the device is the host, and moving there copies nothing.
     """
 
     tiles: int = 4
-    tile: int = 1_000_000_000
+    tile: int = NVME_TILE
     blocks: int = 5
-    block: int = 100_000_000
+    in_memory: int = 1_000_000_000
+    share: float = 1.0
+    one_memory: bool = False
+
+    @classmethod
+    def of(cls, config: Config, one_memory: bool = False) -> TierSettings:
+        """As a config has it."""
+        zero = config.zero
+        return cls(
+            tiles=zero.offload_optimizer.buffer_count,
+            tile=min(zero.sub_group_size, NVME_TILE),
+            blocks=zero.offload_param.buffer_count,
+            in_memory=zero.offload_param.max_in_cpu,
+            share=zero.offload_optimizer.ratio,
+            one_memory=one_memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -205,44 +222,50 @@ def footprint(
     plan: StatePlan,
     world: int,
     keep: Keep = KEEP,
-    buffers: TierBuffers | None = None,
+    tiers: TierSettings | None = None,
 ) -> Footprint:
     """What one of `world` ranks holds, by tier. See [Note: what is held when]."""
-    counts, buffers = spread(model, widths.weight, plan, world, keep), buffers or TierBuffers()
-    away = plan.optimizer.tier is not TierKind.DEVICE
-    states = {
-        "master": MASTER * counts.owned if widths.copies_master or away else 0,
-        "optimizer": widths.moments * counts.owned,
-    }
-    reduced = MASTER * counts.owned
+    counts, tiers = spread(model, widths.weight, plan, world, keep), tiers or TierSettings()
+    on = {tier: dict.fromkeys(("params", "master", "optimizer", "grads", "working"), 0) for tier in TierKind}
+    _lay_params(on, counts, widths, plan, tiers)
+    away = plan.optimizer.tier
+    moved = int(tiers.share * counts.owned) if away is not TierKind.DEVICE else 0
+    _lay_state(on[TierKind.DEVICE], counts.owned - moved, widths, widths.copies_master)
+    # On a disk no master weights are kept that the model itself has, in the same memory.
+    _lay_state(on[away], moved, widths, widths.copies_master or not tiers.one_memory)
     whole_sums = widths.accumulates and not plan.reduces_each_backward
     own_sums = widths.grad * _trained_here(counts, plan, world) if whole_sums else 0
-    flying = 1 if plan.shards_params else FLYING
-    working = widths.weight * counts.whole
-    working += widths.grad * min((flying + FILLING) * counts.group, model.trained) if not whole_sums else 0
-    on: dict[TierKind, dict[str, int]] = {tier: {} for tier in TierKind}
-    _add(on[plan.params.tier], "params", widths.weight * counts.params)
-    for kind, nbytes in states.items():
-        _add(on[plan.optimizer.tier], kind, nbytes)
-    _add(on[TierKind.DEVICE], "grads", own_sums if away else max(own_sums, reduced))
-    _add(on[TierKind.DEVICE], "working", working)
-    if away:
-        _add(on[TierKind.CPU], "grads", reduced)
-    if plan.optimizer.tier is TierKind.NVME:
-        tile = min(buffers.tile, counts.group // world)
-        _add(on[TierKind.CPU], "working", buffers.tiles * tile * (MASTER + widths.moments))
+    on[TierKind.DEVICE]["grads"] = max(own_sums, MASTER * (counts.owned - moved))
+    on[TierKind.CPU]["grads"] = (MASTER if widths.accumulates else widths.grad) * moved
+    groups = (1 if plan.shards_params else FLYING) + FILLING
+    on[TierKind.DEVICE]["working"] = widths.weight * counts.whole
+    on[TierKind.DEVICE]["working"] += 0 if whole_sums else widths.grad * min(groups * counts.group, model.trained)
+    if away is TierKind.NVME:
+        each = widths.moments + (MASTER if widths.copies_master or not tiers.one_memory else 0)
+        on[TierKind.CPU]["working"] += tiers.tiles * min(tiers.tile, -(-counts.group // world)) * each
     if plan.params.tier is TierKind.NVME:
-        _add(on[TierKind.CPU], "working", buffers.blocks * min(buffers.block, counts.group // world) * widths.weight)
+        on[TierKind.CPU]["working"] += tiers.blocks * -(-counts.group // world) * widths.weight
     return Footprint(Held(**on[TierKind.DEVICE]), Held(**on[TierKind.CPU]), Held(**on[TierKind.NVME]))
+
+
+_Layout = dict[TierKind, dict[str, int]]
+
+
+def _lay_params(on: _Layout, counts: Spread, widths: Widths, plan: StatePlan, tiers: TierSettings) -> None:
+    on_disk = max(0, counts.params - tiers.in_memory) if plan.params.tier is TierKind.NVME else 0
+    memory = TierKind.DEVICE if plan.params.tier is TierKind.DEVICE else TierKind.CPU
+    on[memory]["params"] += widths.weight * (counts.params - on_disk)
+    on[TierKind.NVME]["params"] += widths.weight * on_disk
+
+
+def _lay_state(kinds: dict[str, int], numel: int, widths: Widths, with_master: bool) -> None:
+    kinds["master"] += MASTER * numel if with_master else 0
+    kinds["optimizer"] += widths.moments * numel
 
 
 def _trained_here(counts: Spread, plan: StatePlan, world: int) -> int:
     """Elements of all trained parameters, paddings included."""
     return counts.owned * (world if plan.shards_optimizer else 1)
-
-
-def _add(kinds: dict[str, int], kind: str, nbytes: int) -> None:
-    kinds[kind] = kinds.get(kind, 0) + nbytes
 
 
 def sent_bytes(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zrun_runtime.memory import KEEP, Footprint, Keep, ModelSize, TierBuffers, Widths, footprint, sent_bytes
+from zrun_runtime.memory import KEEP, Footprint, Keep, ModelSize, TierSettings, Widths, footprint, sent_bytes
 from zrun_runtime.plan import ALL_STAGES, StatePlan, TierKind
 from zrun_runtime.savings import in_words
 from zrun_runtime.step_cost import Machines, StepCost, Work, enough_network, step_cost
@@ -73,7 +73,7 @@ class Question:
     work: Work
     activations: tuple[int, int]
     keep: Keep = KEEP
-    buffers: TierBuffers = field(default_factory=TierBuffers)
+    tiers: TierSettings = field(default_factory=TierSettings)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def offers(question: Question) -> list[Offer]:
 def _offer(question: Question, choice: Choice) -> Offer:
     machines, plan = question.machines, choice.plan()
     held = footprint(
-        question.model, question.widths, plan, machines.world, question.keep, question.buffers
+        question.model, question.widths, plan, machines.world, question.keep, question.tiers
     )  # fmt: skip
     plain, checkpointed = (held.device.peak + kept for kept in question.activations)
     host, disk = held.host.peak * machines.devices, held.disk.peak * machines.devices

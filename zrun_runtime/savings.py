@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zrun_runtime.config import Config
-from zrun_runtime.memory import Footprint, Held, Keep, ModelSize, TierBuffers, UnitSize, Widths, footprint, sent_bytes
+from zrun_runtime.memory import Footprint, Held, Keep, ModelSize, TierSettings, UnitSize, Widths, footprint, sent_bytes
 from zrun_runtime.plan import StatePlan, TierKind
 
 _UNITS = 1000  # of a model of which only bytes a parameter are asked: padding and small groups do not count
@@ -21,19 +21,20 @@ def plan_of(config: Config) -> StatePlan:
     )
 
 
-def footprint_of(config: Config, model: ModelSize, plan: StatePlan) -> Footprint:
+def footprint_of(config: Config, model: ModelSize, plan: StatePlan, one_memory: bool = False) -> Footprint:
     """What a rank of the config's world holds."""
     zero = config.zero
     keep = Keep(zero.param_persistence_threshold, zero.model_persistence_threshold)
-    optimizer, params = zero.offload_optimizer, zero.offload_param
-    buffers = TierBuffers(optimizer.buffer_count, zero.sub_group_size, params.buffer_count, params.buffer_size)
-    return footprint(model, Widths.of(config), plan, config.world_size, keep, buffers)
+    return footprint(model, Widths.of(config), plan, config.world_size, keep, TierSettings.of(config, one_memory))
 
 
-def savings(config: Config, model: ModelSize, plan: StatePlan) -> str:
-    """One line about a model: what a rank holds on its device between steps, and how much less that is."""
-    held = footprint_of(config, model, plan)
-    whole = footprint_of(config, model, StatePlan.least_sharded()).device.resident
+def savings(config: Config, model: ModelSize, plan: StatePlan, one_memory: bool) -> str:
+    """One line about a model: what a rank holds on its device between steps, and how much less that is.
+
+    one_memory: it trains on CPUs.
+    """
+    held = footprint_of(config, model, plan, one_memory)
+    whole = footprint_of(config, model, StatePlan.least_sharded(), one_memory).device.resident
     text = f"{in_words(held.device.resident)} a rank between steps"
     if held.device.resident < whole:
         text += f", {in_words(whole)} without ZeRO"

@@ -13,7 +13,7 @@ from zrun_runtime.commands.plan_text import report, report_data
 from zrun_runtime.commands.quantities import COUNT, MEMORY, RATE
 from zrun_runtime.config import AutoHints, Config, load_config
 from zrun_runtime.errors import ConfigError
-from zrun_runtime.memory import Keep, TierBuffers, Widths
+from zrun_runtime.memory import Keep, TierSettings, Widths
 from zrun_runtime.planner import Question
 from zrun_runtime.precision import DTYPES
 from zrun_runtime.step_cost import Machines, Work
@@ -104,11 +104,6 @@ def _question(settings: Config, about: Subject, options: dict[str, Any]) -> tupl
         work=Work(batch * options["seq"], settings.accumulation_steps),
         activations=(kept.plain, kept.checkpointed),
         keep=Keep(zero.param_persistence_threshold, zero.model_persistence_threshold),
-        buffers=TierBuffers(
-            zero.offload_optimizer.buffer_count,
-            zero.sub_group_size,
-            zero.offload_param.buffer_count,
-            zero.offload_param.buffer_size,
-        ),
+        tiers=TierSettings.of(settings),
     )
     return question, how

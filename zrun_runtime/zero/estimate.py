@@ -1,11 +1,20 @@
-"""How much memory model states need, by the formulas that DeepSpeed publishes. Bytes."""
+"""How much memory model states need under ZeRO 2 and 3, by the field's names for the question. Bytes, from memory.py.
+
+Training is in 16 bits with Adam and without accumulation. Device figures are the states between steps and the gradients
+of a step; where the optimizer or parameters are offloaded also what passes through: the buffers, or the two largest
+layers. Host figures are those of a node, times a factor for all else that lives there.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
-_SPARE = 1.5  # what the formulas multiply host memory by
-_LIVE_LAYERS = 4  # bytes a parameter of the largest layer: two copies of it in 16 bits
+from zrun_runtime.memory import Footprint, ModelSize, UnitSize, Widths, footprint
+from zrun_runtime.plan import StatePlan, TierKind
+
+_SPARE = 1.5
+_ADAM = Widths(weight=2, moments=8, grad=2, wire=2)
+_BUILT = 4  # bytes a parameter of a model that is built on the host: fp32
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -16,11 +25,11 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = _SPARE,
 ) -> tuple[int, int]:
     """(bytes of host memory a node, bytes of device memory a GPU) with gradients and optimizer state sharded."""
-    gpus = num_gpus_per_node * num_nodes
-    if cpu_offload:
-        return int(total_params * max(4 * gpus, 16) * additional_buffer_factor), 2 * total_params
-    host = int(total_params * 4 * num_gpus_per_node * additional_buffer_factor)
-    return host, 2 * total_params + 18 * total_params // gpus
+    plan = StatePlan.of_stage(2, optimizer=_tier(cpu_offload))
+    held = _held(ModelSize(total_params, (UnitSize(total_params),)), plan, num_gpus_per_node * num_nodes)
+    built = _BUILT * total_params * num_gpus_per_node
+    host = max(held.host.peak * num_gpus_per_node, built)
+    return int(host * additional_buffer_factor), held.device.resident + held.device.grads
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -33,17 +42,26 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = _SPARE,
 ) -> tuple[int, int, int]:
-    """(bytes of host memory a node, of device memory a GPU, of the largest layer) with everything sharded."""
-    gpus, per_node = num_gpus_per_node * num_nodes, 1 / num_nodes
-    layer = _LIVE_LAYERS * largest_layer_params
-    if cpu_offload:
-        held = 18 if cpu_offload_params else 16
-        factor = held * per_node if zero_init else max(4 * num_gpus_per_node, held * per_node)
-        device = layer if cpu_offload_params else layer + 2 * total_params // gpus
-        return int(total_params * factor * additional_buffer_factor), device, layer
-    whole = largest_layer_params if zero_init else total_params
-    host = int(whole * 4 * num_gpus_per_node * additional_buffer_factor)
-    return host, layer + 18 * total_params // gpus, layer
+    """(bytes of host memory a node, of device memory a GPU, of the largest layer) with everything sharded.
+
+    zero_init: the model is built in slices (zero.Init); else every rank builds all of it on the host first.
+    """
+    layers = (largest_layer_params, total_params - largest_layer_params)
+    model = ModelSize(total_params, tuple(UnitSize(numel) for numel in layers if numel))
+    plan = StatePlan.of_stage(3, _tier(cpu_offload and cpu_offload_params), _tier(cpu_offload))
+    held = _held(model, plan, num_gpus_per_node * num_nodes)
+    layer = 2 * _ADAM.weight * largest_layer_params  # two are whole at a time
+    built = _BUILT * num_gpus_per_node * (largest_layer_params if zero_init else total_params)
+    host = max(held.host.peak * num_gpus_per_node, built)
+    return int(host * additional_buffer_factor), layer + held.device.resident + held.device.grads, layer
+
+
+def _held(model: ModelSize, plan: StatePlan, world: int) -> Footprint:
+    return footprint(model, _ADAM, plan, world)
+
+
+def _tier(offloaded: bool) -> TierKind:
+    return TierKind.CPU if offloaded else TierKind.DEVICE
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(

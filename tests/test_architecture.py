@@ -85,6 +85,7 @@ LEVELS = {
     "zrun_runtime.types_of_inputs": 1.1,
     "zrun_runtime.data": 1.1,
     "zrun_runtime.monitors": 1.0,
+    "zrun_runtime.stopwatch": 1.0,
     "zrun_runtime.progress": 1.1,
     "zrun_runtime.collectives": 2.0,
     "zrun_runtime.sharded_parameter": 2.0,

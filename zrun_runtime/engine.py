@@ -19,6 +19,7 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
 from zrun_runtime.progress import Progress, StepReport
+from zrun_runtime.stopwatch import timed
 from zrun_runtime.telemetry import notice
 from zrun_runtime.tree import cast_floats
 from zrun_runtime.types_of_inputs import autocast, cast_dtype, clash
@@ -62,8 +63,7 @@ class Engine(EngineCheckpoint):
         self.collectives = collectives
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self.scaler = LossScaler.start(LossScaleSettings.from_config(config.fp16)) if config.scales_loss else None
-        monitors = Monitors(config.monitors, collectives.world.rank)
-        self.progress = Progress(collectives.world, config.steps_per_print, monitors)
+        self.progress = Progress.of(config, collectives.world)
         self._losses: list[Tensor] = []
         self._last: Verdict | None = None
         self._scaled = False  # the caller scaled a loss of this window
@@ -76,6 +76,7 @@ class Engine(EngineCheckpoint):
 
     # ---- forward, backward, step
 
+    @timed("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; floating-point inputs are cast first where the config asks for it (`auto_cast`).
 
@@ -97,6 +98,7 @@ class Engine(EngineCheckpoint):
             self.zero.holder.abandon_forward()  # torch runs no hooks after it
             raise
 
+    @timed("backward")
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss`, divided by the accumulation steps, and start to reduce them.
 
@@ -169,19 +171,24 @@ class Engine(EngineCheckpoint):
             return
         if self.updater is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
-        verdict = self.zero.vote(self._losses, self.loss_scale())
-        if verdict.finite:
-            self.zero.update(verdict)
-            self._step_schedule(lr_kwargs or {})
-        else:
-            self._skip()
-        self._adapt_loss_scale(overflow=not verdict.finite)
+        verdict = self._update(lr_kwargs or {})
         self.zero.end_step()
         self.global_steps += 1
         self._scaled = False
         self._report(verdict)
         self._saver.raise_failure()
         self._tell_optimizer()
+
+    @timed("step")
+    def _update(self, lr_kwargs: dict[str, Any]) -> Verdict:
+        verdict = self.zero.vote(self._losses, self.loss_scale())
+        if verdict.finite:
+            self.zero.update(verdict)
+            self._step_schedule(lr_kwargs)
+        else:
+            self._skip()
+        self._adapt_loss_scale(overflow=not verdict.finite)
+        return verdict
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         needs_more = isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs

@@ -5,13 +5,16 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from zrun_runtime.config import Config
 from zrun_runtime.distributed import World
 from zrun_runtime.monitors import Event, Monitors
-from zrun_runtime.telemetry import telemetry
+from zrun_runtime.stopwatch import Stopwatch
+from zrun_runtime.telemetry import notice, telemetry
 
 _MEMORY_EVERY_SECONDS = 1.0
 _PAGE_BYTES = resource.getpagesize()
@@ -33,15 +36,21 @@ class StepReport:
 class Progress:
     """Tells the launcher and the monitors; without a launcher, rank 0 prints a plain line when one is due."""
 
-    def __init__(self, world: World, steps_per_print: int | None, monitors: Monitors) -> None:
+    def __init__(self, world: World, steps_per_print: int | None, monitors: Monitors, stopwatch: Stopwatch) -> None:
         self.world = world
-        self.monitors = monitors
+        self.monitors, self.stopwatch = monitors, stopwatch
         self.steps_per_print = steps_per_print
         self.total_steps: int | None = None
         self.samples = 0  # of all ranks, so far
         self._last = time.monotonic()
         self._memory_said = 0.0
         self._peak = 0
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> Progress:
+        """What a config asks for."""
+        stopwatch = Stopwatch(world.device, config.wall_clock_breakdown)
+        return cls(world, config.steps_per_print, Monitors(config.monitors, world.rank), stopwatch)
 
     def started(self, details: dict[str, str]) -> None:
         """An engine was built."""
@@ -63,14 +72,18 @@ class Progress:
             self._memory_said = now
             used, peak = self._memory()
             telemetry().emit("memory", rank=self.world.rank, used=used, peak=peak)
+        times = self.stopwatch.take()
         if self.world.rank:
             return
         if self.monitors.enabled:
-            self.monitors.write_events(_events(report, self.samples))
+            self.monitors.write_events(_events(report, times, self.samples))
         due = self.steps_per_print is not None and report.step % self.steps_per_print == 0
         said = telemetry().emit("step", rank=0, seconds=seconds, total_steps=self.total_steps, due=due, **vars(report))
         if due and not said and not telemetry().connected:
             sys.stderr.write(_line(report, seconds) + "\n")
+        if due and times:
+            parts = ", ".join(f"{part} {milliseconds:.1f} ms" for part, milliseconds in times.items())
+            notice("info", f"step {report.step} took {seconds * 1e3:.1f} ms on rank 0: {parts}")
 
     def _memory(self) -> tuple[int, int]:
         """(in use, peak) bytes: of the device, else of this process."""
@@ -82,13 +95,14 @@ class Progress:
         return used, self._peak
 
 
-def _events(report: StepReport, samples: int) -> list[Event]:
+def _events(report: StepReport, times: Mapping[str, float], samples: int) -> list[Event]:
     """The numbers of a step by the field's names."""
     numbers = {
         "train_loss": report.loss,
         "lr": report.learning_rate,
         "grad_norm": report.grad_norm,
         "loss_scale": report.loss_scale,
+        **{f"elapsed_time_ms_{part}": milliseconds for part, milliseconds in times.items()},
     }
     return [(f"Train/Samples/{name}", value, samples) for name, value in numbers.items() if value is not None]
 

@@ -65,4 +65,8 @@ def plain_loop(rank: int, world: int, *, path: str, changes: dict[str, Any], ste
         "dtype": next(engine.module.parameters()).dtype,
         "digest": digest(gathered(engine.module)),
         "report": short_report(engine.settings),
+        "tiers": {
+            "offload_optimizer": engine.zero.settings.plan.optimizer.tier.value,
+            "offload_param": engine.zero.settings.plan.params.tier.value,
+        },
     }

@@ -32,7 +32,7 @@ def _weights(engine: Any) -> Tensor:
 def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     """A schedule and an optimizer of the client's beside those of the config; what is said, and the rate in force."""
     config = {**make_config(stage, Recipe(), {"lr": 1e-5}), "scheduler": {"type": "WarmupLR", "params": {}}}
-    with redirect_stderr(io.StringIO()) as said:
+    with redirect_stderr(io.io.StringIO()) as said:
         engine, _, _, scheduler = zrun_runtime.initialize(
             model=build(Plain()),
             config=config,
@@ -44,7 +44,7 @@ def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     engine.step()
     wanted = flat({name: before[name] - 1e-5 * grads[name] for name in before})
     model = build(Plain())
-    with redirect_stderr(io.StringIO()) as other:
+    with redirect_stderr(io.io.StringIO()) as other:
         zrun_runtime.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     return {
         "said": said.getvalue() + other.getvalue(),
@@ -57,7 +57,7 @@ def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
 def overflow_in_words(rank: int, world: int) -> str:
     """What is said of three overflows in a row at an initial scale of 16 and a hysteresis of 2."""
     engine = stack_engine(2, fp16={"enabled": True, "initial_scale_power": 4})
-    with redirect_stderr(io.StringIO()) as said:
+    with redirect_stderr(io.io.StringIO()) as said:
         for step in range(3):
             engine.backward(loss_of(engine, Spot(step, rank, 0)) * float("inf"))
             engine.step()
@@ -85,7 +85,7 @@ def accumulation(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     twin.step()
     found["tail"] = engine.global_steps, distance(_weights(engine), _weights(twin))
     rare = stack_engine(stage, Recipe(accumulation=4))
-    with redirect_stderr(io.StringIO()) as said:
+    with redirect_stderr(io.io.StringIO()) as said:
         for step in range(2):
             for micro in range(4):
                 rare.backward(loss_of(rare, Spot(step, rank, micro)))
@@ -264,14 +264,18 @@ def epochs(rank: int, world: int, *, drop_last: bool) -> dict[str, Any]:
 def monitored(rank: int, world: int, *, folder: str) -> Any:
     """Three steps of fp16, the second one skipped, with a monitor of text on every rank's config."""
     section = {"enabled": True, "output_path": folder, "job_name": "run"}
-    engine = stack_engine(2, Recipe(accumulation=2), "fp16", csv_monitor=section)
-    for step in range(3):
-        for micro in range(2):
-            loss = loss_of(engine, Spot(step, rank, micro))
-            engine.backward(loss * float("inf") if step == 1 else loss)
-            engine.step()
+    keys = {"csv_monitor": section, "wall_clock_breakdown": True, "steps_per_print": 2}
+    engine = stack_engine(2, Recipe(accumulation=2), "fp16", **keys)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        for step in range(3):
+            for micro in range(2):
+                loss = loss_of(engine, Spot(step, rank, micro))
+                engine.backward(loss * float("inf") if step == 1 else loss)
+                engine.step()
     engine.monitor.write_events([("Mine/best", 1.5, engine.global_samples)])
-    return engine.monitor.enabled, engine.mean_loss(), engine.global_samples
+    lines = [line for line in said.getvalue().splitlines() if "took" in line]
+    return engine.monitor.enabled, engine.mean_loss(), engine.global_samples, lines
 
 
 def uneven_batches(rank: int, world: int, *, stage: int) -> tuple[str, str]:

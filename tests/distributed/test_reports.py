@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,10 +115,16 @@ def test_epochs_of_the_loader(drop_last: bool, world: Worlds) -> None:
 
 
 def test_monitors_get_every_step_from_rank_0(world: Worlds, tmp_path: Path) -> None:
-    (mine, loss, samples), (other, _, _) = world(2).run(report_uses.monitored, folder=str(tmp_path))
+    (mine, loss, samples, said), (other, _, _, nothing) = world(2).run(report_uses.monitored, folder=str(tmp_path))
     assert mine and not other and samples == 3 * 4 * 2 * 2
     rows = {path.stem: path.read_text().splitlines() for path in (tmp_path / "run").iterdir()}
-    assert set(rows) == {f"Train_Samples_{n}" for n in ("train_loss", "lr", "grad_norm", "loss_scale")} | {"Mine_best"}
+    times = [f"elapsed_time_ms_{part}" for part in ("forward", "backward", "step")]
+    names = ("train_loss", "lr", "grad_norm", "loss_scale", *times)
+    assert set(rows) == {f"Train_Samples_{name}" for name in names} | {"Mine_best"}
+    assert all(float(row.split(",")[1]) > 0 for name in times for row in rows[f"Train_Samples_{name}"][1:])
+    (line,) = said
+    assert re.search(r"step 2 took [\d.]+ ms on rank 0: forward [\d.]+ ms, backward [\d.]+ ms, step [\d.]+ ms$", line)
+    assert not nothing
     assert [row.split(",")[0] for row in rows["Train_Samples_lr"]] == ["step", "16", "32", "48"]
     assert float(rows["Train_Samples_train_loss"][-1].split(",")[1]) == loss
     assert len(rows["Train_Samples_grad_norm"]) == 3, "a skipped step has none"

@@ -24,7 +24,6 @@ HONOURED: Effect = "honoured"
 NO_EFFECT: Effect = "no_effect"
 UNSUPPORTED: Effect = "unsupported"
 LARGEST = 2**63 - 1
-NOT_BUILT = "not built yet"  # how the sentence of a NO_EFFECT key starts that will have its effect one day
 
 
 class Section(BaseModel):

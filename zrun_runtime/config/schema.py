@@ -11,7 +11,6 @@ import zrun_runtime.config.extras_schema as extras
 from zrun_runtime.config.keys import (
     HONOURED,
     NO_EFFECT,
-    NOT_BUILT,
     UNSUPPORTED,
     Count,
     DtypeName,
@@ -144,7 +143,9 @@ class Document(Section):
     zero_allow_untested_optimizer: bool = key(False, NO_EFFECT, "an optimizer is judged by what it computes")
     zero_force_ds_cpu_optimizer: bool = key(True, NO_EFFECT, "torch's fused optimizers run on the CPU too")
 
-    wall_clock_breakdown: bool = key(False, NO_EFFECT, f"{NOT_BUILT}: no times of forward, backward and step are told")
+    wall_clock_breakdown: bool = key(
+        False, HONOURED, "rank 0's times of forward, backward and step are told with every line that is printed"
+    )
     memory_breakdown: bool = key(False, NO_EFFECT, "the memory of every rank is always told")
     dump_state: bool = key(False, NO_EFFECT, "`zrun config explain` shows the whole config")
     log_level: str | None = key(None, NO_EFFECT, "`zrun -v` decides how much is said")
@@ -168,9 +169,11 @@ class Document(Section):
     wandb: extras.WandbConfig = section(extras.WandbConfig)
     comet: extras.CometConfig = section(extras.CometConfig)
     flops_profiler: extras.FlopsProfilerConfig = section(
-        extras.FlopsProfilerConfig, NO_EFFECT, f"{NOT_BUILT}: use torch.utils.flop_counter or torch.profiler"
+        extras.FlopsProfilerConfig, NO_EFFECT, "use torch.utils.flop_counter or torch.profiler"
     )
-    comms_logger: extras.CommsLoggerConfig = section(extras.CommsLoggerConfig, NO_EFFECT, NOT_BUILT)
+    comms_logger: extras.CommsLoggerConfig = section(
+        extras.CommsLoggerConfig, NO_EFFECT, "what is sent is always counted, and told by engine.traffic()"
+    )
     timers: extras.TimersConfig = section(extras.TimersConfig, NO_EFFECT, "steps are always timed, without a barrier")
     compile: extras.CompileConfig = section(extras.CompileConfig, NO_EFFECT, "call torch.compile on the model yourself")
     pipeline: extras.OpenConfig = section(

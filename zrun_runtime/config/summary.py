@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zrun_runtime.config.keys import NOT_BUILT
 from zrun_runtime.config.notes import Note, shown
 from zrun_runtime.config.resolved import Config
 
@@ -30,26 +29,17 @@ def summary(config: Config) -> str:
 
 
 def short_report(config: Config) -> list[str]:
-    """What asks for attention, a line each: what is not built yet or does not hold as given; keys that are not read,
-    change nothing, are spelt in an old way; and values that were not given."""
-    apart = [note for note in config.notes if _is_missing(note) or note.kind == "changed"]
-    lines = [f"{note.path}: {note.text}" for note in apart]
+    """What asks for attention, a line each: what does not hold as given; keys that are not read, change nothing, are
+    spelt in an old way; and values that were not given."""
+    lines = [f"{note.path}: {note.text}" for note in config.notes if note.kind == "changed"]
     for kind, title in _TITLES.items():
-        paths = [
-            note.path
-            for note in config.notes
-            if note.kind == kind and note.value is not False and not _is_missing(note)
-        ]
+        paths = [note.path for note in config.notes if note.kind == kind and note.value is not False]
         if paths:
             lines.append(f"{title}: {', '.join(paths)}")
     taken = [_taken(note) for note in config.notes if _is_news(note)]
     if taken:
         lines.append(f"not given, so taken: {', '.join(taken)}")
     return lines
-
-
-def _is_missing(note: Note) -> bool:
-    return note.kind == "no_effect" and note.text.startswith(NOT_BUILT)
 
 
 def _is_news(note: Note) -> bool:

@@ -36,7 +36,7 @@ def refused(lab: Lab, tmp_path: Path, *words: str, options: tuple[str, ...] = ()
 
 def test_a_host_that_refuses_connections(lab, tmp_path):
     lab.nodes[1].stop_sshd()
-    said = refused(lab, tmp_path, "root@10.99.0.2:22", "Connection refused", "ssh -p 22 root@node-2 true")
+    said = refused(lab, tmp_path, "root@10.99.0.2:22", "Connection refused", "/ssh_config -p 22 root@node-2 true")
     assert "1 of 2 hosts is not fit" in said and "nothing was started" in said
 
 

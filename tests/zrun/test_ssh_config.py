@@ -61,7 +61,7 @@ def test_the_host_line_and_options_come_before_ssh_config(tmp_path):
     assert target(tmp_path, text, port=2000).port == 2000
     found = target(tmp_path, text, Host("node-1", 1, user="bob", port=3000), port=2000)
     assert (found.user, found.port, str(found)) == ("bob", 3000, "bob@node-1:3000")
-    assert found.command() == "ssh -p 3000 bob@node-1 true"
+    assert found.command() == f"ssh -F {tmp_path}/config -p 3000 bob@node-1 true"
 
 
 def test_the_port_of_a_proxy_is_the_one_that_is_used(tmp_path):

@@ -72,12 +72,12 @@ class Target:
     family: str  # any, inet or inet6
     strict_words: str  # what ssh_config says about unknown keys, for an error that mentions it
     algorithms: tuple[tuple[str, str], ...] = ()  # keyword and list, as ssh_config has them
+    config_file: str = ""  # of --ssh_config; empty: those that ssh reads by itself
 
-    def command(self, python: str = "") -> str:
+    def command(self) -> str:
         """What a person types to see the same."""
-        at = f"{self.user}@{self.name}"
-        words = ["ssh", "-p", str(self.port), at, *([python, "-V"] if python else ["true"])]
-        return shlex.join(words)
+        config = ("-F", self.config_file) if self.config_file else ()
+        return shlex.join(["ssh", *config, "-p", str(self.port), f"{self.user}@{self.name}", "true"])
 
     def __str__(self) -> str:
         where = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
@@ -146,6 +146,7 @@ class SshConfig:
             family=found.get("addressfamily", "any").lower(),
             strict_words=found.get("stricthostkeychecking", ""),
             algorithms=tuple((known, found[word]) for word, known in _ALGORITHMS.items() if word in found),
+            config_file="" if self._file == _USER_FILE else self._file,
         )
 
     def _lookup(self, name: str) -> paramiko.SSHConfigDict:

@@ -156,6 +156,7 @@ STAGE_HOMES = ["zrun_runtime.config", "zrun_runtime.plan"]
 STAGE_NAMES = {
     "zrun_runtime.build:_settings": "where the config's number becomes the plan",
     "zrun_runtime.build:_announce": "the number is shown to a person",
+    "zrun_runtime.engine_checkpoint:EngineCheckpoint": "a name of the field",
     "zrun_runtime.zero.estimate": "names of the field",
     "zrun_runtime.savings:plan_of": "where the config's number becomes the plan",
     "zrun_runtime.planner": "compares the stages, and writes configs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from zrun_runtime.checkpoint.errors import CheckpointError, raise_troubles
+from zrun_runtime.checkpoint.export import write_whole
 from zrun_runtime.checkpoint.load import Loader
 from zrun_runtime.checkpoint.restore import Wanted
 from zrun_runtime.checkpoint.save import Request, Saver
@@ -14,6 +16,8 @@ from zrun_runtime.engine_state import EngineState
 from zrun_runtime.errors import EngineError
 from zrun_runtime.precision import LossScaler
 from zrun_runtime.progress import Progress
+
+WAIT_FOR_WHOLE = 1800.0  # seconds that a disk may take for a whole model
 
 
 class EngineCheckpoint(EngineState):
@@ -102,6 +106,44 @@ class EngineCheckpoint(EngineState):
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         self._saver.wait()
         return self._loader.load(_directory(load_dir), tag, wanted, fallback)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, in the dtype it has while it trains, into one file of rank 0. For all ranks.
+
+        Args:
+            save_filename: one that ends in .safetensors is such a file (names of tied parameters have copies), any
+                other is torch's.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        said: dict[str, str | None] = {"trouble": None}
+        if self.world.rank == 0:
+            try:
+                write_whole(_directory(save_dir), save_filename, state)
+            except CheckpointError as error:
+                said["trouble"] = str(error)
+        timeout = self.settings.checkpoint.timeout + WAIT_FOR_WHOLE
+        raise_troubles("save_16bit_model", self._saver.meeting.exchange("save_16bit_model", said, timeout, last=True))
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model on the CPU of rank 0; None elsewhere. For all ranks; frameworks call it by this name."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.world.rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def _unfinished_window(self) -> EngineError | None:
         """What is wrong with saving now: gradients that no update has used yet would be lost."""

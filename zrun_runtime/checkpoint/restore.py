@@ -243,7 +243,7 @@ class Restorer:
             self._restore_options()
         if self.wanted.scheduler:
             self._restore_scheduler()
-        if self.same_world:
+        if self.same_world and self._decoded["random"] is not None:
             _set_random_states(self._decoded["random"], self.world.device)
         for loader, position in zip(trainer.loaders, state["loaders"], strict=False):
             loader.load_state_dict(position)
@@ -287,7 +287,7 @@ class Restorer:
         if saved is None:
             self._say("no learning rate schedule was saved: this engine's begins anew")
             return
-        if type(scheduler).__name__ != self.state["scheduler"]:
+        if self.state["scheduler"] not in (None, type(scheduler).__name__):
             raise CheckpointError(
                 f"{self.reader.where}: the schedule was a {self.state['scheduler']}, and this engine has a "
                 f"{type(scheduler).__name__}",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from zrun_runtime import checkpointing
-from zrun_runtime.casting import cast_model
+from zrun_runtime.casting import cast_model, device_hints
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.config.zero_schema import OffloadOptimizerConfig, OffloadParamConfig
@@ -65,13 +66,12 @@ def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> Aut
     shape = getattr(shape, "text_config", None) or shape  # of models that see and hear, too
     width = getattr(shape, "hidden_size", None) or max(getattr(shape, "hidden_sizes", None) or [0]) or None
     rates = [g["lr"] for g in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
-    return AutoHints(
+    return replace(
+        device_hints(world),
         world_size=world.size,
         first_world_size=first_world_size(),
         hidden_size=width if isinstance(width, int) else None,
         model_numel=sum(p.numel() for p in model.parameters()),
-        device="cuda" if world.device.type == "cuda" else "cpu",
-        bf16_supported=world.device.type != "cuda" or torch.cuda.is_bf16_supported(),
         learning_rate=float(rates[0]) if rates else None,
     )
 

@@ -44,8 +44,8 @@ def _same_file(one: Any, other: Any) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def refuse_model_parallelism(mpu: Any, mesh_param: Any, world_size: int) -> None:
-    """Take an `mpu` or a mesh by which every rank has the whole model.
+def refuse_model_parallelism(mpu: Any, mesh_param: Any, world_size: int, where: str = "initialize") -> None:
+    """Take an `mpu` or a mesh by which every rank has the whole model. where: what they were given to.
 
     Raises:
         ConfigError: they say otherwise.
@@ -54,12 +54,12 @@ def refuse_model_parallelism(mpu: Any, mesh_param: Any, world_size: int) -> None
     for name, kind in _SIZES.items():
         size = getattr(mpu, name, lambda: 1)()
         if size is not None and size > 1:
-            raise ConfigError(f"initialize: mpu has a {kind} parallel size of {size}, which is not supported", advice)
+            raise ConfigError(f"{where}: mpu has a {kind} parallel size of {size}, which is not supported", advice)
     ranks = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
     if ranks != world_size:
-        raise ConfigError(f"initialize: mpu has {ranks} data-parallel ranks of {world_size}", advice)
+        raise ConfigError(f"{where}: mpu has {ranks} data-parallel ranks of {world_size}", advice)
     if mesh_param is not None and [size for size in tuple(mesh_param)[1:] if size != 1]:
-        raise ConfigError(f"initialize: mesh_param {tuple(mesh_param)} asks for sequence parallelism", advice)
+        raise ConfigError(f"{where}: mesh_param {tuple(mesh_param)} asks for sequence parallelism", advice)
 
 
 def compare_batch_sizes(args: Any, config: Config) -> None:

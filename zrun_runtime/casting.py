@@ -7,13 +7,21 @@ import re
 import torch
 from torch import nn
 
-from zrun_runtime.config import Config
+from zrun_runtime.config import AutoHints, Config
 from zrun_runtime.distributed import World
 from zrun_runtime.early import early_shard, recast_early
 from zrun_runtime.errors import ConfigError, ParameterError
 from zrun_runtime.ownership import refuse_to_cast
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.sharded_parameter import ShardedParameter, take_values
+
+
+def device_hints(world: World) -> AutoHints:
+    """What the device says about "auto"."""
+    return AutoHints(
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        bf16_supported=world.device.type != "cuda" or torch.cuda.is_bf16_supported(),
+    )
 
 
 def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Config) -> None:

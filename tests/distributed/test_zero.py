@@ -53,6 +53,15 @@ def test_building_never_holds_the_whole_model(world: Worlds) -> None:
         assert whole <= (4 + 3) * mib, "a rank's share, and two groups"
 
 
+def test_init_shares_out_over_all_ranks_or_says_no(world: Worlds) -> None:
+    for rank, found in enumerate(world(2).run(zero_uses.parts_and_autos)):
+        assert "quantized slices are not supported" in found["quantized"]
+        assert "zero_param_parallel_group is not supported" in found["within"]
+        assert "zero.Init: mpu has a model parallel size of 2" in found["mpu"]
+        assert rank or "data_parallel_group is a part of the ranks" in found["group"]
+        assert found["dtype"] == "torch.bfloat16", "auto is what the device has"
+
+
 @pytest.mark.parametrize("modifier", (None, 0, 1))
 @pytest.mark.parametrize("dtype", ("", "bf16"), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("stage", STAGES)

@@ -203,6 +203,27 @@ def bytes_while_building(rank: int, world: int) -> tuple[int, int]:
     return building, whole
 
 
+def parts_and_autos(rank: int, world: int) -> dict[str, Any]:
+    """What zero.Init refuses; and "auto", which it takes as initialize does."""
+    first = torch.distributed.new_group([0])
+
+    class Mpu:
+        @staticmethod
+        def get_model_parallel_world_size() -> int:
+            return 2
+
+    said = {
+        "group": _said(lambda: zero.Init(data_parallel_group=first)) if rank == 0 else "",
+        "quantized": _said(lambda: zero.Init(zero_quantized_weights=True)),
+        "within": _said(lambda: zero.Init(zero_param_parallel_group=first)),
+        "mpu": _said(lambda: zero.Init(mpu=Mpu())),
+    }
+    everyone = torch.distributed.group.WORLD
+    with zero.Init(config_dict_or_path={"bf16": {"enabled": "auto"}}, data_parallel_group=everyone):
+        model = nn.Linear(2, 2)
+    return {**said, "dtype": str(model.weight.dtype)}
+
+
 # ---- edits
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from zrun_runtime.call import refuse_model_parallelism
+from zrun_runtime.casting import device_hints
 from zrun_runtime.collectives import Collectives
-from zrun_runtime.config import AutoHints, Config, load_config
-from zrun_runtime.distributed import current_world, first_world_size
+from zrun_runtime.config import Config, load_config
+from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.early import Building
+from zrun_runtime.errors import ConfigError
 from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.telemetry import notice
 
@@ -21,7 +25,8 @@ class Init:
 
     Every rank gets slices of rank 0's values, whatever its own seed. Initialising again works inside the context as it
     does outside; after it, `GatheredParameters` is the way. `module` is sharded at once, without a context.
-    The arguments are those of `deepspeed.zero.Init`; what is not named below has no effect.
+    The arguments are those of `deepspeed.zero.Init`; `mem_efficient_linear`, `pin_memory`, `param_swapper` and
+    `tensor_overrides` have no effect.
 
     Args:
         module: an existing module to shard.
@@ -29,6 +34,10 @@ class Init:
         enabled: False makes it do nothing.
         dtype: what parameters are cast to, whatever the config says.
         remote_device: slices stay on the training device, wherever this says; a note tells of it.
+        mpu, data_parallel_group, sequence_data_parallel_group: taken if they mean all ranks.
+
+    Raises:
+        ConfigError: the config cannot be read; ranks are split into groups, or slices are to be quantized.
     """
 
     def __init__(
@@ -55,9 +64,13 @@ class Init:
         if not enabled:
             return
         world = current_world()
+        refuse_model_parallelism(mpu, None, world.size, "zero.Init")
+        _refuse_parts(world, data_parallel_group, sequence_data_parallel_group, zero_param_parallel_group)
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ConfigError("zero.Init: quantized slices are not supported", "leave zero_quantized_* out")
         source = config_dict_or_path if config_dict_or_path is not None else config
         if dtype is None and source is not None:
-            hints = AutoHints(first_world_size=first_world_size())
+            hints = replace(device_hints(world), first_world_size=first_world_size())
             dtype = _dtype(load_config(source, world_size=world.size, auto=hints, defer=True))
         if remote_device not in (None, "none", world.device.type) and world.rank == 0:
             notice("info", f"zero.Init: remote_device={remote_device} is not built yet: slices stay on {world.device}")
@@ -71,6 +84,17 @@ class Init:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _refuse_parts(world: World, data: Any, sequence: Any, within: Any) -> None:
+    """Raise if slices are to be shared out over a part of the ranks."""
+    for name, group in (("data_parallel_group", data), ("sequence_data_parallel_group", sequence)):
+        if group is not None and torch.distributed.get_world_size(group) != world.size:
+            raise ConfigError(f"zero.Init: {name} is a part of the ranks", "leave it out: slices go to all ranks")
+    if within is not None:
+        raise ConfigError(
+            "zero.Init: zero_param_parallel_group is not supported", "leave it out: there is one set of slices"
+        )
 
 
 def _dtype(config: Config) -> torch.dtype | None:

@@ -23,11 +23,15 @@ class EngineAnswers(ConfigAnswers):
 
     module: nn.Module
     zero: ZeroModel
-    window: Window
     collectives: Collectives
     updater: ShardedOptimizer | None
     global_steps: int
     skipped_steps: int
+
+    @property
+    def window(self) -> Window:
+        """The micro-batches of an update."""
+        return self.zero.settings.window
 
     # ---- the ranks
 

@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from zrun_runtime.accounts import first_nonfinite, state_bytes
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import Config
 from zrun_runtime.data import LoaderOptions, build_loader
 from zrun_runtime.engine_checkpoint import EngineCheckpoint
 from zrun_runtime.errors import EngineError
+from zrun_runtime.formation import Formation
+from zrun_runtime.hook import in_backward
 from zrun_runtime.monitors import Monitors
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
@@ -56,7 +59,7 @@ class Engine(EngineCheckpoint):
         super().__init__()
         self.module = module
         self.zero = zero
-        self.window = zero.settings.window
+        self.formation = Formation(zero, updater) if updater is not None else None
         self.updater = zero.updater = updater
         self.lr_scheduler = lr_scheduler
         self.settings = config
@@ -86,6 +89,8 @@ class Engine(EngineCheckpoint):
         dtype = cast_dtype(self.settings)
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        if self.formation is not None and not in_backward():
+            self.formation.follow()
         try:
             with autocast(self.settings, self.device, not self.zero.settings.plan.shards_params):
                 return self.module(*args, **kwargs)
@@ -169,9 +174,10 @@ class Engine(EngineCheckpoint):
         self.window.move_on(updated=boundary)
         if not boundary:
             return
-        if self.updater is None:
+        if self.formation is None:
             raise EngineError("step: nothing is trained", "give initialize an optimizer, or parameters that train")
-        verdict = self._update(lr_kwargs or {})
+        self.formation.follow(stepping=True)
+        verdict = self._update(self.formation, lr_kwargs or {})
         self.zero.end_step()
         self.global_steps += 1
         self._scaled = False
@@ -180,9 +186,10 @@ class Engine(EngineCheckpoint):
         self._tell_optimizer()
 
     @timed("step")
-    def _update(self, lr_kwargs: dict[str, Any]) -> Verdict:
-        verdict = self.zero.vote(self._losses, self.loss_scale())
+    def _update(self, formation: Formation, lr_kwargs: dict[str, Any]) -> Verdict:
+        verdict = self.zero.vote(self._losses, self.loss_scale(), formation.mark())
         if verdict.finite:
+            formation.retire()
             self.zero.update(verdict)
             self._step_schedule(lr_kwargs)
         else:
@@ -216,7 +223,7 @@ class Engine(EngineCheckpoint):
         try:
             self.scaler = before.after(overflow)
         except LossScaleError as error:
-            culprit = self.zero.first_nonfinite()
+            culprit = first_nonfinite(self.zero)
             raise LossScaleError(f"{error.message}; the first gradient that is not: {culprit}", error.hint) from None
         if overflow and self.collectives.world.rank == 0:
             notice("info", self.scaler.change_since(before))
@@ -289,7 +296,7 @@ class Engine(EngineCheckpoint):
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of model state this rank holds now, by kind: params, master, grads, optimizer."""
-        return self.zero.nbytes()
+        return state_bytes(self.zero)
 
     # ---- data, state, copies
 

@@ -74,7 +74,7 @@ class ShardHolder:
         self.root_depth = 0  # forwards of the whole model under way
         self.on_backward: Callable[[], None] = lambda: None  # a backward reached one of our units
         self._holders: Counter[FlatGroup] = Counter()
-        self._pinned: Counter[FlatGroup] = Counter()  # held by the user, through forwards and backwards
+        self.pinned: Counter[FlatGroup] = Counter()  # held by the user, through forwards and backwards
         self._keep: set[FlatGroup] = set()  # not resharded before the next backward ends
         self._strays: list[FlatGroup] = []  # held until the end of the model's forward
         self._forward_order = Order(self.groups, prefetch_numel, live_numel)
@@ -123,7 +123,7 @@ class ShardHolder:
         """Reshard those that nobody holds."""
         lost = None
         for group in groups:
-            if not self._holders[group] and not self._pinned[group] and group not in self._keep:
+            if not self._holders[group] and not self.pinned[group] and group not in self._keep:
                 lost = lost or group.disturbed()
                 group.reshard()
         if lost is not None:
@@ -135,14 +135,14 @@ class ShardHolder:
 
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard groups until `unpin`, whatever forwards and backwards do in between."""
-        self._pinned.update(groups)
+        self.pinned.update(groups)
         _bring(groups)
 
     def unpin(self, groups: Sequence[FlatGroup]) -> None:
         """The user is done with them."""
-        self._pinned.subtract(groups)
+        self.pinned.subtract(groups)
         for group in groups:
-            if not self._holders[group] and not self._pinned[group]:
+            if not self._holders[group] and not self.pinned[group]:
                 group.reshard(leave_aliases=True)
 
     def recall(self, parameter: nn.Parameter) -> bool:
@@ -289,7 +289,7 @@ class ShardHolder:
         self._holders.clear()
         self._backward_order.restart()
         for group in self.groups:
-            if not self._pinned[group]:
+            if not self.pinned[group]:
                 group.reshard()
 
     def remove(self) -> None:

@@ -21,6 +21,8 @@ def gives_gradients(leaves: Iterable[Tensor]) -> bool:
     What a reentrant checkpoint hides in a backward of its own is not seen.
     """
     for leaf in leaves:
+        if not leaf.requires_grad:
+            continue
         with torch._C.DisableTorchFunctionSubclass():
             node = get_gradient_edge(leaf).node
         try:
@@ -62,3 +64,12 @@ def hook_first(tensor: Tensor, action: Callable[[Tensor], None]) -> None:
     hooks: Any = tensor._backward_hooks
     for key in [key for key in hooks if key != handle.id]:
         move_to_end(hooks, key)  # autograd takes them as they were put in, whatever OrderedDict.move_to_end says
+
+
+def after_accumulation(parameter: Tensor, action: Callable[[Tensor], None]) -> Any:
+    """Call `action` when a gradient is in `parameter.grad`; on one that is frozen for now, too. Returns the handle."""
+    flag = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(action)
+    parameter.requires_grad_(flag)
+    return handle

@@ -96,6 +96,7 @@ class ShardedOptimizer:
 
     def adopt(self, groups: Sequence[FlatGroup]) -> None:
         """Put the groups' master weights where the model's parameters were; existing state moves with them."""
+        kept = set(self.homes.stores)
         self.groups = [group for group in groups if group.master is not None]
         if isinstance(self.optimizer, Lamb):
             self.optimizer.ratios.clear()
@@ -107,7 +108,9 @@ class ShardedOptimizer:
         self.homes.build(self.groups)
         for group in self.groups:
             entries = shard_state(group, state) or state.get(group.master)
-            if entries:
+            if group in kept and entries:
+                self.optimizer.state[master_of(group)] = entries
+            elif entries:
                 moments = {key: v for key, v in entries.items() if is_sized(v, master_of(group).numel())}
                 scalars = {key: value for key, value in entries.items() if key not in moments}
                 self.write_state(group, GroupState(self.homes.read(group).master, moments, scalars))

@@ -27,7 +27,7 @@ from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.departures import Departures, leave_device
 from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, view_like
-from zrun_runtime.hook import move_to_end
+from zrun_runtime.hook import after_accumulation, move_to_end
 from zrun_runtime.layout import Layout
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.window import Window
@@ -82,13 +82,13 @@ class GradReducer:
 
     def __init__(
         self,
-        groups: Sequence[FlatGroup],  # trainable, in the order in which their gradients are expected
+        order: Sequence[GroupGrads],  # of trained groups, in the order in which they are expected
         plan: StatePlan,
         collectives: Collectives,
         wire_dtype: torch.dtype | None,  # None: the parameters' own
         window: Window,
     ) -> None:
-        self.order = [GroupGrads(group) for group in groups]
+        self.order = list(order)
         self.of = {grads.group: grads for grads in self.order}
         self.plan = plan
         self.collectives = collectives
@@ -98,10 +98,10 @@ class GradReducer:
         self.idle = False  # the backward under way gives no parameter a gradient
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
         self._next = 0  # the first group of `order` that was not launched in this backward
-        self._moving = UnderWay()
+        self.moving = UnderWay()
         self._agree = collectives.register("the end of a backward")
         self._hooks = [
-            (parameter, parameter.register_post_accumulate_grad_hook(self._acceptor(grads, index)))
+            (parameter, after_accumulation(parameter, self._acceptor(grads, index)))
             for grads in self.order
             for index, parameter in enumerate(grads.group.spec.parameters)
         ]
@@ -190,7 +190,7 @@ class GradReducer:
         grads.written.clear()
         if self.wire_dtype is not None and full.dtype is not self.wire_dtype:
             full = full.to(self.wire_dtype)
-        while len(self._moving.flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
+        while len(self.moving.flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
             self._land()
         accumulate = grads.reduced is not None
         if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:
@@ -204,14 +204,14 @@ class GradReducer:
         pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.ticket)
         if checked:
             pending = self.collectives.checked(pending, group.reduction_ticket)
-        self._moving.flying.append((grads, out, pending))
+        self.moving.flying.append((grads, out, pending))
 
     def _land(self) -> None:
         """Finish the oldest reduction."""
-        grads, out, pending = self._moving.flying.pop(0)
+        grads, out, pending = self.moving.flying.pop(0)
         pending.wait()
-        while self._moving.abandoned:
-            self._moving.abandoned.pop().wait()  # earlier ones, so every rank has come to them
+        while self.moving.abandoned:
+            self.moving.abandoned.pop().wait()  # earlier ones, so every rank has come to them
         if not leave_device(grads.group):
             grads.take_in(out, self.window.ends_with_this_backward)
             # While it is in the cache:
@@ -219,7 +219,7 @@ class GradReducer:
             return
         final, first = self.window.ends_with_this_backward, grads.reduced is None and grads.square_sum is None
         grads.square_sum = square_sum(out) if final and first else None
-        self._moving.departures.begin(out, lambda host: grads.take_in(host, final))
+        self.moving.departures.begin(out, lambda host: grads.take_in(host, final))
 
     def own_slice(self, grads: GroupGrads) -> Tensor:
         """The part of a reduced gradient that this rank counts into the norm."""
@@ -293,17 +293,17 @@ class GradReducer:
                 self.arrival.append(parameter)
 
     def _land_all(self) -> None:
-        while self._moving.flying:
+        while self.moving.flying:
             self._land()
-        self._moving.departures.settle()
+        self.moving.departures.settle()
         self.collectives.release_scratch()
 
     def drop(self) -> None:
         """Forget every gradient: after a step, or after an exception in the middle of a backward."""
         # Other ranks may never come to these:
-        self._moving.abandoned += [pending for _, _, pending in self._moving.flying]
-        self._moving.flying.clear()
-        self._moving.departures.forget()
+        self.moving.abandoned += [pending for _, _, pending in self.moving.flying]
+        self.moving.flying.clear()
+        self.moving.departures.forget()
         self._next = 0
         for grads in self.order:
             grads.buffer = grads.reduced = grads.square_sum = None

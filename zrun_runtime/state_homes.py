@@ -42,15 +42,16 @@ class StateHomes:
         self.ahead = self.nvme.buffers.ahead if self.nvme is not None else 0
 
     def build(self, groups: Iterable[FlatGroup]) -> None:
-        """New, empty homes for these groups in place of the old ones.
+        """Homes for these groups alone: new, empty ones for those that have none yet.
 
         Raises:
             OffloadError: the disk is full.
         """
-        for store in self.stores.values():
-            if isinstance(store, FileStore):
+        before, wanted = self.stores, list(groups)
+        for group, store in before.items():
+            if group not in wanted and isinstance(store, FileStore):
                 store.delete()
-        self.stores = {group: self._store(group) for group in groups}
+        self.stores = {group: before[group] if group in before else self._store(group) for group in wanted}
 
     def _store(self, group: FlatGroup) -> Store:
         master = master_of(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.ownership import claim, home_of, refuse_to_train
 from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
-from zrun_runtime.reducer import GradReducer
+from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings
 from zrun_runtime.window import Window
@@ -71,27 +72,25 @@ class ZeroModel:
     ) -> None:
         self.model, self.settings, self.collectives = model, settings, collectives
         self.optimizer_groups = optimizer_groups
-        self.managed = self._to_manage()
+        self.managed = self.to_manage()
         self.updater: ShardedOptimizer | None = None
-        self._ticket = collectives.register("a step")
+        self.ticket = collectives.register("a step")
         self.gradient_order: list[str] | None = None  # names of trained parameters; None until the first update
         self.removed = False
         self.edits = Edits(collectives.world.rank)
-        units = find_units(model, self.managed, settings.leaves) if settings.plan.shards_params else []
-        if settings.plan.shards_params:
-            specs = specs_of_units(units, optimizer_groups, settings.grouping)
-        else:
-            specs = specs_in_order(self._trainable()[::-1], model, optimizer_groups, settings.grouping)
-        disk = settings.shard_disk if settings.plan.shards_params else None
-        self.groups = self._build(specs, NvmeTier(disk, settings.shard_buffers) if disk is not None else None)
+        self.groups = self.build(self.specs(self.managed))
         self.where = self._index()
-        claim((p for group in self.groups for p in group.spec.parameters), self)
         self.share_the_rest()
-        self.holder = ShardHolder(units, self.groups, settings.prefetch_numel, settings.live_numel)
-        self._attach(_trained(self.groups, reverse=settings.plan.shards_params))
+        self.holder = self._new_holder()
+        trained = [GroupGrads(group) for group in self.groups if group.trains]
+        self._attach(trained[::-1] if settings.plan.shards_params else trained)
 
-    def _to_manage(self) -> dict[str, nn.Parameter]:
-        """Where parameters stay full, only those that are trained need groups."""
+    def to_manage(self) -> dict[str, nn.Parameter]:
+        """By name: what has to be in groups. Where parameters stay full, that is what is trained.
+
+        Raises:
+            ParameterError: something that is to be trained cannot be sharded, or another engine has it.
+        """
         named = manageable(self.model.named_parameters(), imagined=self.collectives.world.imagined)
         trained = {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
         others = {n for n, p in named.items() if home_of(p) not in (None, self)}
@@ -101,12 +100,47 @@ class ZeroModel:
             return {n: p for n, p in named.items() if n not in others}  # their engine brings what it has sharded
         return trained
 
-    def _build(self, specs: Sequence[GroupSpec], disk: NvmeTier | None = None) -> list[FlatGroup]:
-        plan, offload = self.settings.plan, self.settings.offload
-        share = offload.share if offload is not None else 1.0
+    def specs(self, named: dict[str, nn.Parameter]) -> list[GroupSpec]:
+        """The groups that these parameters are to form."""
+        if self.settings.plan.shards_params:
+            units = find_units(self.model, named, self.settings.leaves)
+            return specs_of_units(units, self.optimizer_groups, self.settings.grouping)
+        return specs_in_order([*named.items()][::-1], self.model, self.optimizer_groups, self.settings.grouping)
+
+    @cached_property
+    def _disk(self) -> NvmeTier | None:
+        """Where shards are between uses, if on a disk."""
+        disk = self.settings.shard_disk if self.settings.plan.shards_params else None
+        return NvmeTier(disk, self.settings.shard_buffers) if disk is not None else None
+
+    def build(self, specs: Sequence[GroupSpec], plan: StatePlan | None = None) -> list[FlatGroup]:
+        """Groups that have the values of their parameters, by this plan or the model's. A collective."""
+        own, offload = self.settings.plan, self.settings.offload
         in_memory = self.settings.shards_in_memory * self.collectives.world.size
-        plans = place(specs, plan, plan.shards_params, share, in_memory)
-        return [FlatGroup(spec, own, self.collectives, self, disk) for spec, own in zip(specs, plans, strict=True)]
+        plans = place(specs, own, own.shards_params, offload.share if offload is not None else 1.0, in_memory)
+        own_plans = zip(specs, plans if plan is None else [plan] * len(specs), strict=True)
+        return [FlatGroup(spec, one, self.collectives, self, self._disk) for spec, one in own_plans]
+
+    def _new_holder(self) -> ShardHolder:
+        settings = self.settings
+        units = find_units(self.model, self.managed, settings.leaves) if settings.plan.shards_params else []
+        return ShardHolder(units, self.groups, settings.prefetch_numel, settings.live_numel)
+
+    def relay(self, groups: Sequence[FlatGroup], order: Sequence[GroupGrads]) -> None:
+        """Have these groups from now on, and these gradients in the order of their reductions; units are found anew."""
+        self.hooks.remove()
+        self.managed = self.to_manage()
+        self.groups = list(groups)
+        self.where = self._index()
+        before, self.holder = self.holder, self._new_holder()
+        _carry_pins(before, self.holder)
+        arrival, moving = self.reducer.arrival, self.reducer.moving
+        self._attach(order)
+        self.reducer.arrival, self.reducer.moving = arrival, moving
+        if self.gradient_order is None:
+            self.gradient_order = [name for grads in order for name in grads.group.spec.names]
+        if self.updater is not None:
+            self.updater.adopt(self.groups)
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""
@@ -127,9 +161,10 @@ class ZeroModel:
         return parameter.detach()
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.managed.items() if p.requires_grad and id(p) in self.optimizer_groups]
+        return [(n, p) for n, p in self.managed.items() if self.where[id(p)][0].trains]
 
     def _index(self) -> dict[int, tuple[FlatGroup, int]]:
+        claim((p for group in self.groups for p in group.spec.parameters), self)
         return {id(p): (group, i) for group in self.groups for i, p in enumerate(group.spec.parameters)}
 
     def share_the_rest(self) -> None:
@@ -141,21 +176,26 @@ class ZeroModel:
             if not buffer.is_meta:
                 self.collectives.broadcast(buffer)
 
-    def _attach(self, order: Sequence[FlatGroup]) -> None:
+    def _attach(self, order: Sequence[GroupGrads]) -> None:
         settings = self.settings
         self.reducer = GradReducer(order, settings.plan, self.collectives, settings.wire_dtype, settings.window)
         self.hooks = ModelHooks(self.model, self.holder, self.reducer, lambda: self.edits.take_back(self.groups))
 
     def agree(self, fine: bool) -> bool:
         """Whether all ranks are fine. A collective."""
-        return bool(self.collectives.exchange(self._ticket, (float(fine),)).wait()[:, 0].all())
+        return bool(self.collectives.exchange(self.ticket, (float(fine),)).wait()[:, 0].all())
 
     # ---- a step
 
-    def vote(self, losses: Sequence[Tensor], loss_scale: float) -> Verdict:
+    def vote(self, losses: Sequence[Tensor], loss_scale: float, mark: float = 0.0) -> Verdict:
         """Finish the reductions and agree on the norm, on whether to step, and on the loss to report.
 
-        losses: of this rank's micro-batches, scalars. The device is read once, for their sum and the norm together.
+        Args:
+            losses: of this rank's micro-batches, scalars. The device is read once, for their sum and the norm together.
+            mark: a number that has to be the same on every rank: which parameters are frozen now.
+
+        Raises:
+            EngineError: it is not; on every rank.
         """
         self.edits.take_back(self.groups)
         self.reducer.finish_step()
@@ -165,24 +205,17 @@ class ZeroModel:
         told = [square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]
         mine = self.collectives.read(torch.stack(told))
         self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
-        heard = self.collectives.exchange(self._ticket, (*mine[:2], len(losses))).wait()
+        heard = self.collectives.exchange(self.ticket, (*mine[:2], len(losses), mark)).wait()
+        if (heard[:, 3] != mark).any():
+            ranks = ", ".join(str(rank) for rank, other in enumerate(heard[:, 3].tolist()) if other != mark)
+            raise EngineError(
+                f"step: other parameters are frozen on rank {ranks} than on rank {self.collectives.world.rank}",
+                "call requires_grad_() alike on every rank",
+            )
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
         finite = total < float("inf")  # false for NaN as well
         norm = total**0.5 / loss_scale if finite else float("inf")
         return Verdict(norm, finite, loss_scale, loss / count if count else None)
-
-    def first_nonfinite(self) -> str | None:
-        """The first parameter, in the model's order, with a non-finite reduced gradient on some rank. A collective."""
-        names = list(self.managed)
-        number = {name: index for index, name in enumerate(names)}
-        bad = [len(names)]
-        for grads in self.reducer.order:
-            mine, layout = self.reducer.own_slice(grads), grads.group.layout
-            for part in layout.fragments(self.collectives.world.rank):
-                if not mine[part.shard_offset : part.shard_offset + part.numel].isfinite().all():
-                    bad.append(number[grads.group.spec.names[part.index]])
-        first = int(self.collectives.exchange(self._ticket, (min(bad),)).wait()[:, 0].min())
-        return names[first] if first < len(names) else None
 
     def update(self, verdict: Verdict) -> None:
         """Apply the reduced gradients, clipped. Every parameter is readable on return."""
@@ -217,7 +250,8 @@ class ZeroModel:
             return
         specs = specs_in_order(named, self.model, self.optimizer_groups, self.settings.grouping)
         has_state = self.updater is not None and self.updater.homes.begun
-        if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state:
+        frozen = any(not p.requires_grad for _, p in named)  # since the backward; `specs_in_order` would leave it out
+        if [s.names for s in specs] == [g.spec.names for g in self.groups] or has_state or frozen:
             return
         if self.agree(all(_can_be_made_again(group) for group in self.groups)):
             self._regroup(specs)
@@ -241,28 +275,13 @@ class ZeroModel:
         self.reducer.of.clear()
         if self.updater is not None:
             self.updater.adopt([])  # nothing but the parameters holds the old buffers now: they go as these move
-        self.groups = self._build(specs)
+        self.groups = self.build(specs)
         self.where = self._index()
-        self._attach(_trained(self.groups, reverse=False))
+        self._attach([GroupGrads(group) for group in self.groups])
         for grads, values in zip(self.reducer.order, reduced, strict=True):
             grads.reduced = values
         if self.updater is not None:
             self.updater.adopt(self.groups)
-
-    # ---- accounts
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of model state that this rank holds now, by kind."""
-        held = {"params": 0, "master": 0, "grads": 0, "optimizer": 0}
-        for group in self.groups:
-            for kind, count in group.nbytes().items():
-                held[kind] += count
-        for grads in self.reducer.order:
-            held["grads"] += sum(t.nbytes for t in (grads.buffer, grads.reduced) if t is not None)
-        if self.updater is not None:
-            for state in self.updater.optimizer.state.values():
-                held["optimizer"] += sum(v.nbytes for v in state.values() if isinstance(v, Tensor))
-        return held
 
     def remove(self) -> None:
         """Take the hooks off; parameters stay as they are."""
@@ -272,9 +291,15 @@ class ZeroModel:
             self.updater.homes.close()
 
 
-def _trained(groups: Sequence[FlatGroup], reverse: bool) -> list[FlatGroup]:
-    trained = [group for group in groups if group.master is not None]
-    return trained[::-1] if reverse else trained
+def _carry_pins(before: ShardHolder, after: ShardHolder) -> None:
+    """What the user holds stays held."""
+    after.pinned = before.pinned
+    for group in after.pinned:
+        if after.pinned[group] and group.comes_and_goes and group not in after.groups:
+            raise EngineError(
+                f"{group.spec.label}: what is trained of it changed while it was gathered",
+                "leave GatheredParameters before the next forward or step",
+            )
 
 
 def _can_be_made_again(group: FlatGroup) -> bool:

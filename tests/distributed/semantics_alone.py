@@ -48,14 +48,14 @@ class Alone:
                 parameter.data.copy_(self.masters[name].detach())
 
 
-def engine_over(model: nn.Module, stage: int, recipe: Recipe, optimizer: Any = None, **keys: Any) -> Any:
+def engine_over(model: nn.Module, stage: int, recipe: Recipe, client: Any = None, **keys: Any) -> Any:
     """An engine with a client optimizer over this model; no group is too small to be sharded."""
     config = {
         **make_config(stage, Recipe(accumulation=recipe.accumulation, client=True, dtype=recipe.dtype), {}),
         **keys,
     }
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return zrun_runtime.initialize(model=model, config=config, optimizer=optimizer)[0]
+    return zrun_runtime.initialize(model=model, config=config, optimizer=client)[0]
 
 
 def features(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import compare, semantics_edits, semantics_gradients
+from . import compare, semantics_changes, semantics_edits, semantics_gradients
 from .scenario import Recipe
 from .worlds import World
 
@@ -100,3 +100,48 @@ def test_a_weight_changed_inside_a_forward_is_followed_or_refused(stage: int, dt
     for text, largest in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
         assert ("blocks.0.up.weight: it was changed while the model used it" in text) == (stage == 3)
         assert stage == 3 or largest < 0.1
+
+
+# ---- what is trained changes
+
+
+@pytest.mark.parametrize("kind", ("schedule", "gradual unfreezing"))
+@pytest.mark.parametrize(
+    ("stage", "dtype", "size"), [(*row, 2) for row in SOME] + [(1, "fp32", 1), (3, "fp32", 1), (3, "bf16", 4)]
+)
+def test_what_is_frozen_is_left_out_and_comes_back(stage: int, dtype: str, size: int, kind: str, world: Worlds) -> None:
+    case = semantics_changes.freezing
+    for found in world(size).run(case, stage=stage, recipe=Recipe(accumulation=2, dtype=DTYPES[dtype]), kind=kind):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize("case", (semantics_changes.frozen_late, semantics_changes.by_hand, semantics_changes.modes))
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_training_goes_on_as_alone(case: Callable[..., Any], stage: int, dtype: str, world: Worlds) -> None:
+    for found in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_freeze_different_parameters_are_told(stage: int, world: Worlds) -> None:
+    for rank, text in enumerate(world(2).run(semantics_changes.frozen_on_one_rank, stage=stage)):
+        assert f"other parameters are frozen on rank {1 - rank} than on rank {rank}" in text
+
+
+@pytest.mark.parametrize("kind", semantics_changes.ADDITIONS)
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_what_is_added_is_trained_once_an_optimizer_has_it(stage: int, dtype: str, kind: str, world: Worlds) -> None:
+    case = semantics_changes.added
+    for text, old, new in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype]), kind=kind):
+        assert "no optimizer has it" in text and "add_param_group" in text
+        assert near(old, dtype) and near(new, dtype), (old, new)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_would_never_be_trained_are_named(stage: int, world: Worlds) -> None:
+    for assigned, thawed, goes_on in world(2).run(semantics_changes.assigned, stage=stage):
+        assert assigned.startswith("ParameterError: head.weight") and "assign=True" in assigned
+        assert thawed.startswith("ParameterError: stem.weight")
+        assert goes_on
+    for text in world(2).run(semantics_changes.thawed_in_a_window, stage=stage):
+        assert text.startswith("EngineError: stem.weight: it began to be trained while")

@@ -35,7 +35,6 @@ class Trainer(Protocol):
 
     module: nn.Module
     zero: ZeroModel
-    window: Window
     updater: ShardedOptimizer | None
     lr_scheduler: Any
     settings: Config
@@ -46,6 +45,9 @@ class Trainer(Protocol):
     global_steps: int
     micro_steps: int
     skipped_steps: int
+
+    @property
+    def window(self) -> Window: ...
 
 
 @dataclass(frozen=True)

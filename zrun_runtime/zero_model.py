@@ -81,7 +81,7 @@ class ZeroModel:
         self.groups = self.build(self.specs(self.managed))
         self.where = self._index()
         self.share_the_rest()
-        self.holder = self._new_holder()
+        self.holder = _new_holder(self)
         trained = [GroupGrads(group) for group in self.groups if group.trains]
         self._attach(trained[::-1] if settings.plan.shards_params else trained)
 
@@ -121,18 +121,13 @@ class ZeroModel:
         own_plans = zip(specs, plans if plan is None else [plan] * len(specs), strict=True)
         return [FlatGroup(spec, one, self.collectives, self, self._disk) for spec, one in own_plans]
 
-    def _new_holder(self) -> ShardHolder:
-        settings = self.settings
-        units = find_units(self.model, self.managed, settings.leaves) if settings.plan.shards_params else []
-        return ShardHolder(units, self.groups, settings.prefetch_numel, settings.live_numel)
-
     def relay(self, groups: Sequence[FlatGroup], order: Sequence[GroupGrads]) -> None:
         """Have these groups from now on, and these gradients in the order of their reductions; units are found anew."""
         self.hooks.remove()
         self.managed = self.to_manage()
         self.groups = list(groups)
         self.where = self._index()
-        before, self.holder = self.holder, self._new_holder()
+        before, self.holder = self.holder, _new_holder(self)
         _carry_pins(before, self.holder)
         arrival, moving = self.reducer.arrival, self.reducer.moving
         self._attach(order)
@@ -289,6 +284,12 @@ class ZeroModel:
         self.hooks.remove()
         if self.updater is not None:
             self.updater.homes.close()
+
+
+def _new_holder(zero: ZeroModel) -> ShardHolder:
+    settings = zero.settings
+    units = find_units(zero.model, zero.managed, settings.leaves) if settings.plan.shards_params else []
+    return ShardHolder(units, zero.groups, settings.prefetch_numel, settings.live_numel)
 
 
 def _carry_pins(before: ShardHolder, after: ShardHolder) -> None:

@@ -71,6 +71,16 @@ class EarlyShard:
         delattr(parameter, _ATTRIBUTE)
         return parameter.detach()
 
+    def replaced(self) -> bool:
+        """While its values were here the parameter was given others, of another type or elsewhere (`model.half()`)."""
+        return self.group.spec.parameters[0].data_ptr() != self.group.views[0].data_ptr()
+
+    def begin_anew(self) -> None:
+        """Shard what the parameter has now."""
+        parameter, label = self.group.spec.parameters[0], self.group.spec.label
+        delattr(parameter, _ATTRIBUTE)
+        shard_early(parameter, label, self.collectives, None)
+
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard until `unpin`."""
         if Building.active is not None:
@@ -175,8 +185,11 @@ class Building:
         for shard, number in list(self._borrowed.items()):
             if before is None or number < before:
                 del self._borrowed[shard]
-                if not shard.pins:
-                    shard.group.take_back()
+                if shard.pins:
+                    continue
+                if shard.replaced():
+                    shard.begin_anew()
+                else:
                     shard.group.store(source=0)
                     shard.group.reshard(leave_aliases=True)
 

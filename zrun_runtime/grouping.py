@@ -38,6 +38,7 @@ class Unit:
     module: nn.Module
     label: str
     parameters: dict[str, nn.Parameter]  # by full name; those of other units that it shares included
+    diverges: bool = False  # it is or has a leaf: ranks may use different parts of it, or none
     groups: list[FlatGroup] = field(default_factory=list)
 
     @cached_property
@@ -87,7 +88,7 @@ def find_units(model: nn.Module, managed: dict[str, nn.Parameter], leaves: Seque
     def add(units: list[Unit], module: nn.Module, label: str, parameters: Iterable[nn.Parameter]) -> None:
         mine = {names[id(p)]: p for p in parameters if id(p) in names}
         if mine:
-            units.append(Unit(module, label or "the model", mine))
+            units.append(Unit(module, label or "the model", mine, any(part in leaves for part in module.modules())))
 
     def visit(module: nn.Module, label: str, in_container: bool) -> None:
         if module in leaves or isinstance(module, _READS_CHILDREN) or (in_container and _is_block(module, total)):

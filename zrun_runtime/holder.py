@@ -11,6 +11,12 @@ A tensor in a list or a dict among the inputs is not replaced: the gradient of t
 
 An activation-checkpointed unit runs its forward again inside the backward: its groups are held by the backward already
 (or, under the reentrant kind, are about to be), so a forward inside a backward never reshards and nothing moves twice.
+
+[Note: units that differ]
+Some ranks may use nothing that is trained of a leaf (`set_z3_leaf_modules`). If its inputs need no gradient either, no
+backward goes through it there, nor through what comes after it, and the others would wait for them in a gather. So
+inputs of leaves always need gradients. Where there is none that could (token numbers), the groups stay until the end of
+the backward, which then gathers nothing.
 """
 
 from __future__ import annotations
@@ -173,24 +179,17 @@ class ShardHolder:
 
     def _mark_inputs(self, call: _Call, args: Any, kwargs: Any) -> Any:
         """Replace inputs that need gradients by views; the gradient of one tells the end of the call's backward."""
-        marked: dict[int, Tensor] = {}
-
-        def mark(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                return value
-            if id(value) not in marked:
-                marked[id(value)] = view = value.view_as(value)
-                view.register_hook(lambda grad: self._close(call))
-                call.marked = True
-            return marked[id(value)]
-
-        args, kwargs = tuple(mark(a) for a in args), {key: mark(value) for key, value in kwargs.items()}
-        if not call.marked:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.requires_grad:
-                    call.marked = True
-                    if not tensor.is_leaf:  # a leaf would keep the hook; the call then ends with the backward
-                        tensor.register_hook(lambda grad: self._close(call))
+        args, kwargs, marked = _replaced(args, kwargs, _viewed)
+        if not marked:
+            marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not marked and call.unit.diverges:
+            args, kwargs, marked = _replaced(args, kwargs, _with_gradient)
+            if not marked:
+                self._keep.update(call.unit.groups)
+        call.marked = bool(marked)
+        for tensor in marked:
+            if not tensor.is_leaf:  # a leaf would keep the hook; the call then ends with the backward
+                tensor.register_hook(lambda grad: self._close(call))
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
@@ -311,3 +310,27 @@ def _bring(groups: Sequence[FlatGroup]) -> bool:
 def _needs_weights_in_backward(module: nn.Module) -> bool:
     """The backward of a lookup needs the indices alone."""
     return type(module) is not nn.Embedding
+
+
+def _replaced(args: Any, kwargs: Any, replace: Callable[[Tensor], Tensor]) -> tuple[Any, Any, list[Tensor]]:
+    """The inputs with tensors replaced, each once, and what has come in their place."""
+    new: dict[int, Tensor] = {}
+
+    def put(value: Any) -> Any:
+        if isinstance(value, Tensor) and id(value) not in new:
+            replacement = replace(value)
+            if replacement is value:
+                return value
+            new[id(value)] = replacement
+        return new.get(id(value), value)
+
+    return tuple(map(put, args)), {key: put(value) for key, value in kwargs.items()}, list(new.values())
+
+
+def _viewed(value: Tensor) -> Tensor:
+    return value.view_as(value) if value.requires_grad else value
+
+
+def _with_gradient(value: Tensor) -> Tensor:
+    """The same values where a gradient is asked for, if they can have one. Not a view: modules may write into it."""
+    return value.detach().requires_grad_().clone() if value.is_floating_point() else value

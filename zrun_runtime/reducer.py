@@ -257,12 +257,14 @@ class GradReducer:
 
         Every rank asks every time: only some may have run the checkpointed regions that make groups dirty.
         """
-        for grads in self.order:
-            if not grads.launched:
-                self._launch(grads)
-        dirty = [index for index, grads in enumerate(self.order) if grads.buffer is not None]
+        left = [grads for grads in self.order if not grads.launched]
+        dirty = [index for index, grads in enumerate(self.order) if grads.launched and grads.buffer is not None]
         code = float(hash(tuple(dirty)) % (1 << 52))
         answers = self.collectives.exchange(self._agree, (len(dirty), code))
+        if self.plan.shards_params:
+            answers.wait()  # a rank that is still among gathers must be found out, not waited for
+        for grads in left:
+            self._launch(grads)
         self._land_all()  # meanwhile
         heard = answers.wait()
         same = bool((heard == heard[0]).all())

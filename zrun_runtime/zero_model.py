@@ -28,6 +28,7 @@ from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
+from zrun_runtime.sharded_parameter import ShardedParameter, take_values
 from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings
 from zrun_runtime.window import Window
 
@@ -166,6 +167,8 @@ class ZeroModel:
         """Give every rank rank 0's buffers and the parameters that no group holds."""
         for parameter in self.model.parameters():
             if home_of(parameter) is None and not parameter.is_meta:
+                if type(parameter) is ShardedParameter:
+                    parameter.data = take_values(parameter)  # built in slices, and full from now on
                 self.collectives.broadcast(parameter)
         for buffer in self.model.buffers():
             if not buffer.is_meta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +68,14 @@ def make_engine(scenario: Scenario, stage: int, recipe: Recipe, *, seed: int = 0
     return engine_of(model, scenario, stage, recipe)
 
 
-def engine_of(model: nn.Module, scenario: Scenario, stage: int, recipe: Recipe) -> Any:
-    """An engine over this model, with the scenario's optimizer groups and settings."""
+def engine_of(
+    model: nn.Module, scenario: Scenario, stage: int, recipe: Recipe, options: Mapping[str, Any] | None = None
+) -> Any:
+    """An engine over this model, with the scenario's optimizer groups and settings. options: of zero_optimization."""
     settings = scenario.settings(recipe)
     groups = scenario.groups(model) or [{"params": [p for p in model.parameters() if p.requires_grad]}]
     arguments: dict[str, Any] = {"model": model, "config": make_config(stage, recipe, settings)}
+    arguments["config"]["zero_optimization"].update(options or {})
     if recipe.client:
         kind = torch.optim.SGD if recipe.optimizer == "sgd" else torch.optim.AdamW
         arguments["optimizer"] = kind(groups, **settings)

@@ -203,6 +203,8 @@ class Survey:
     # ---- where to meet ---------------------------------------------------------------------------------------------
 
     def _meet(self, interview: Interview, witnesses: Sequence[Witness]) -> Meeting | None:
+        if not self._have_the_interface(witnesses):
+            return None
         places = self._candidates(interview, witnesses)
         listening = interview.ask({0: Listen(port=self._config.master_port or 0)}, Listening, _REACH_SECONDS)[0]
         if listening.value is None or listening.value.problem:
@@ -227,6 +229,17 @@ class Survey:
             self._problems[i].append(Problem(why, hint))
         return None
 
+    def _have_the_interface(self, witnesses: Sequence[Witness]) -> bool:
+        """Whether all have that of --iface."""
+        wanted, all_have = self._config.iface, True
+        for i, witness in enumerate(witnesses):
+            there = sorted({name for name, _ in addresses_of(witness)})
+            if wanted and wanted not in there:
+                all_have = False
+                what = f"it has no interface {wanted} with an address, which --iface asks for"
+                self._problems[i].append(Problem(what, f"it has {', '.join(there)}"))
+        return all_have
+
     def _candidates(self, interview: Interview, witnesses: Sequence[Witness]) -> list[str]:
         given = self._config.master_addr or self._job.hosts[0].addr
         if given:
@@ -236,8 +249,6 @@ class Survey:
         return candidates(witnesses, interview.peer(0), self._here)
 
     def _interfaces(self, found: Sequence[str]) -> tuple[str, ...]:
-        if self._config.iface:
-            return (self._config.iface,) * len(found)
         return ("",) * len(found) if all(self._here) else tuple(found)
 
 

@@ -16,7 +16,7 @@ from zrun.errors import UsageError
 from zrun.filters import Limits, limit_hosts
 from zrun.hostfile import Host
 from zrun.hosts import find_hosts
-from zrun.interfaces import IFNAMES, interface_to
+from zrun.interfaces import IFNAMES, interface_to, list_addresses
 from zrun.job import JobSpec, JobView
 from zrun.machine import ThisMachine
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
@@ -65,6 +65,9 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     merged = {**environ, **environment}
     command = _command(config, merged, cwd)
     places = _place(config, merged, cwd, hosts, remarks)
+    if not hosts and config.min_nodes is not None and config.min_nodes > len(places.hosts):
+        raise UsageError(f"--min_nodes {config.min_nodes}: there are {len(places.hosts)} hosts", "say fewer")
+    environment = {**_network_interfaces(config, merged, any(places.here)), **environment}
     ranks = assign_ranks(places.hosts)
     # Of another machine the port is looked at there; the one claimed here then only has a number.
     number = config.master_port or (_PORT_WITHOUT_SSH if config.no_ssh else None)
@@ -96,10 +99,10 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)
     job = Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here)
-    return _own_share(job, config, merged) if config.no_ssh else job
+    return _own_share(job, config) if config.no_ssh else job
 
 
-def _own_share(job: Job, config: LaunchConfig, environ: Mapping[str, str]) -> Job:
+def _own_share(job: Job, config: LaunchConfig) -> Job:
     """What this host has to do of a job that has a zrun on each of its hosts.
 
     Raises:
@@ -109,9 +112,9 @@ def _own_share(job: Job, config: LaunchConfig, environ: Mapping[str, str]) -> Jo
     if at >= len(job.hosts):
         raise UsageError(f"--node_rank {at}: the hosts are {len(job.hosts)}, counted from 0", "see --dry_run")
     spec = job.specs[at]
-    interface = config.iface or (interface_to(spec.master_addr) if len(job.hosts) > 1 else "")
-    told = {name: interface for name in IFNAMES if interface and name not in environ}
-    spec = dataclasses.replace(spec, environment={**spec.environment, **told})
+    interface = interface_to(spec.master_addr) if len(job.hosts) > 1 else ""
+    told = dict.fromkeys(IFNAMES, interface) if interface else {}
+    spec = dataclasses.replace(spec, environment={**told, **spec.environment})
     last = spec.first_rank + spec.local_world_size - 1
     which = f"this is host {at} of {len(job.hosts)}, {spec.host}, with ranks {spec.first_rank}-{last}"
     remarks = (*job.remarks, ("info", f"{which}; the others are started by somebody else"))
@@ -244,6 +247,17 @@ def _read_environment(
                 )
             )
     return found
+
+
+def _network_interfaces(config: LaunchConfig, environ: Mapping[str, str], is_here: bool) -> dict[str, str]:
+    """What the user says of the interfaces of all ranks, as variables; these win over --iface."""
+    said = {name: environ[name] for name in IFNAMES if environ.get(name)}
+    if not config.iface:
+        return said
+    there = sorted({name for name, _ in list_addresses()})
+    if is_here and config.iface not in there:
+        raise UsageError(f"--iface {config.iface}: this machine has none with an address", f"it has {', '.join(there)}")
+    return {**dict.fromkeys(IFNAMES, config.iface), **said}
 
 
 def _read_deepspeed_env(environ: Mapping[str, str], cwd: str, remarks: list[tuple[str, str]]) -> dict[str, str]:

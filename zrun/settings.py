@@ -81,7 +81,11 @@ class LaunchConfig:
                 "--no_ssh and --node_rank go together: which of the hosts is this one?",
                 "on the first host of the hostfile it is --node_rank 0; with SSH, start zrun once and without both",
             )
-        if self.no_ssh and (self.max_restarts or self.min_nodes):
+        if self.min_nodes is not None and not self.max_restarts:
+            raise UsageError(
+                "--min_nodes says when a restart may go on: there are none", "give --max_restarts N as well"
+            )
+        if self.no_ssh and self.max_restarts:
             raise UsageError(
                 "--no_ssh does not go with --max_restarts: no zrun sees all hosts", "leave one of them out"
             )

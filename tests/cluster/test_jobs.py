@@ -108,6 +108,8 @@ def test_what_the_user_says_about_the_network_stays(lab, tmp_path):
     environ = {"GLOO_SOCKET_IFNAME": "lo"}
     entries = shown(run_job(lab, tmp_path, SHOW, "--iface", "eth0", environ=environ))
     assert {(entry["GLOO_SOCKET_IFNAME"], entry["NCCL_SOCKET_IFNAME"]) for entry in entries} == {("lo", "eth0")}
+    entries = shown(run_job(lab, tmp_path, SHOW, hosts="localhost slots=1\nnode-2 slots=1\n", environ=environ))
+    assert {(entry["GLOO_SOCKET_IFNAME"], entry["NCCL_SOCKET_IFNAME"]) for entry in entries} == {("lo", "eth0")}
 
 
 def test_stage_3_over_two_hosts_gives_the_losses_of_one(lab, tmp_path):

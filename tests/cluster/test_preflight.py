@@ -150,6 +150,10 @@ def test_a_port_that_is_taken_and_one_that_cannot_be_reached(lab, tmp_path):
     assert "--master_addr" in said
 
 
+def test_an_interface_that_is_not_there(lab, tmp_path):
+    refused(lab, tmp_path, "node-2: it has no interface wire9", "it has eth0, lo", options=("--iface", "wire9"))
+
+
 def test_a_noisy_csh_like_login(lab, tmp_path):
     """What a shell prints before the agent greets is thrown away."""
     (tmp_path / "script.py").write_text(QUIET)

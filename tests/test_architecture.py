@@ -68,6 +68,7 @@ LEVELS = {
     "zrun.tools": 3.5,
     "zrun.cluster_options": 3.0,
     "zrun.cli": 4.0,
+    "zrun.alias": 4.1,
     "zrun.__main__": 4.1,
     "zrun_runtime.errors": 0.0,
     "zrun_runtime.layout": 0.1,

@@ -1,4 +1,7 @@
-"""Being `deepspeed`: `install()` for a notebook, `python -m zrun_runtime.integrations.deepspeed SCRIPT` for a script.
+"""Being `deepspeed`, in this process and in those it starts.
+
+`install()` is for a notebook, `python -m zrun_runtime.integrations.deepspeed SCRIPT` for a script, and
+`python -m zrun_runtime.integrations.deepspeed -m accelerate.commands.launch ...` for another launcher.
 
 `zrun --as_deepspeed SCRIPT` does the same for every worker, by PYTHONPATH alone.
 """
@@ -49,13 +52,20 @@ def _version() -> str:
 
 
 def main() -> None:
-    """Run the script that the command line names, as Python itself would."""
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m zrun_runtime.integrations.deepspeed SCRIPT [ARGS]...")
+    """Run the script or the module (after -m) that the command line names, as Python itself would."""
+    words = sys.argv[1:]
+    is_module = words[:1] == ["-m"]
+    words = words[is_module:]
+    if not words or words[0].startswith("-"):
+        sys.exit("usage: python -m zrun_runtime.integrations.deepspeed SCRIPT [ARGS]...  (or -m MODULE [ARGS]...)")
     install()
-    del sys.argv[0]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv[:] = words
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zrun_runtime import checkpointing
 from zrun_runtime.casting import cast_model, device_hints
@@ -16,6 +17,7 @@ from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.config.zero_schema import OffloadOptimizerConfig, OffloadParamConfig
 from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.engine import Engine
+from zrun_runtime.errors import EngineError
 from zrun_runtime.grouping import GroupingPolicy
 from zrun_runtime.leaves import leaves_of
 from zrun_runtime.model_size import size_of
@@ -40,6 +42,7 @@ def build_engine(
     source: Any,
 ) -> Engine:
     """See zrun_runtime.initialize."""
+    _refuse_wrapped(model)
     world = current_world()
     config = load_config(source, world_size=world.size, auto=_hints(model, optimizer, world))
     if "activation_checkpointing" in config.raw:
@@ -58,6 +61,17 @@ def build_engine(
     engine = Engine(model, zero, updater, scheduler, config, collectives)
     _announce(engine)
     return engine
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """What reduces gradients already would do it twice."""
+    for name, module in model.named_modules():
+        fully_sharded = type(module).__module__.startswith("torch.distributed.fsdp")
+        if isinstance(module, (Engine, DistributedDataParallel)) or fully_sharded:
+            raise EngineError(
+                f"initialize: {name or 'the model'} is a {type(module).__name__}, which reduces gradients itself",
+                "pass the plain model: the .module of it; an earlier engine over it needs a destroy() first",
+            )
 
 
 def _hints(model: nn.Module, optimizer: OptimizerOrFactory, world: World) -> AutoHints:

@@ -35,7 +35,12 @@ class Alone:
         self.model = model
         self.named = dict(model.named_parameters())
         self.masters = {name: nn.Parameter(p.detach().float().clone()) for name, p in self.named.items()}
+        self.start = {name: master.detach().clone() for name, master in self.masters.items()}
         self.optimizer = make_optimizer(list(self.masters.values()))
+
+    def moved(self) -> bool:
+        """Training did something to every parameter."""
+        return not any(torch.equal(self.masters[name].detach(), start) for name, start in self.start.items())
 
     def step(self) -> None:
         """One update; gradients are dropped."""

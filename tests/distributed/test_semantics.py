@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from . import compare, semantics_changes, semantics_edits, semantics_gradients
+from . import compare, semantics_changes, semantics_edits, semantics_engines, semantics_gradients
 from .scenario import Recipe
 from .worlds import World
 
@@ -145,3 +145,47 @@ def test_parameters_that_would_never_be_trained_are_named(stage: int, world: Wor
         assert goes_on
     for text in world(2).run(semantics_changes.thawed_in_a_window, stage=stage):
         assert text.startswith("EngineError: stem.weight: it began to be trained while")
+
+
+# ---- several engines
+
+
+@pytest.mark.parametrize("how", ("toggled", "dropped", "late"))
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_adversaries_learn_as_alone(stage: int, dtype: str, how: str, world: Worlds) -> None:
+    case = semantics_engines.adversaries
+    for found in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype]), how=how):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stages", ((0, 0), (1, 2), (3, 3), (3, 1), (2, 3)))
+def test_engines_may_share_what_is_frozen(stages: tuple[int, int], dtype: str, world: Worlds) -> None:
+    case = semantics_engines.frozen_base
+    for found, right, whole in world(2).run(case, stages=stages, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+        assert len(found) == 4 and right and whole
+
+
+@pytest.mark.parametrize(("stage", "second"), ((0, 0), (1, 1), (2, 3), (3, 2), (3, 3)))
+def test_two_engines_cannot_train_the_same(stage: int, second: int, world: Worlds) -> None:
+    for text, other, goes_on in world(2).run(semantics_engines.trained_twice, stage=stage, second=second):
+        assert text.startswith("ParameterError: ") and "another engine has this parameter" in text
+        assert "another engine has it as torch.float32" in other
+        assert goes_on
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_model_is_wrapped_once(stage: int, world: Worlds) -> None:
+    for texts in world(2).run(semantics_engines.wrapped, stage=stage):
+        assert all(text.startswith("EngineError: initialize: ") for text in texts), texts
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_inside_a_module_has_its_part_of_the_state_dict(stage: int, world: Worlds) -> None:
+    for rank, found in enumerate(world(2).run(semantics_engines.nested, stage=stage)):
+        assert found["names"]
+        if stage < 3 or not rank:
+            assert found["tied"] and found["extra"] == {"seen": 7} and found["versions"] and not found["loads"]
+            assert 0.9 < found["size"] < 1.1
+        assert found.get("back", True)

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zrun.devices import Gpus, choose, choose_kind, find_gpus
 from zrun.environment import RESERVED, check_spelling, looks_secret, parse_env_file, read_assignment, travelling
@@ -41,6 +41,7 @@ class Job:
     port: ClaimedPort
     here: tuple[bool, ...] = ()  # one a host: whether it is this machine, and needs no SSH
     skews: tuple[float, ...] = ()  # one a host: seconds that its clock is ahead; empty: not measured
+    environment: Mapping[str, str] = field(default_factory=dict)  # what the user says for all workers
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     )
     specs = _share(first, places, {**travelling(environ), **environment})
     view = _view(first, places.hosts, command, config)
-    job = Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here)
+    job = Job(view, places.hosts, specs, ranks, tuple(remarks), port, places.here, environment=environment)
     return _own_share(job, config) if config.no_ssh else job
 
 

@@ -126,6 +126,8 @@ class Run:
         self._restarts += 1
         last = report.traceback.strip().splitlines()[-1:] if report.rank is not None else []
         say("warning", ": ".join([report.message, *last]))
+        if report.log_path:
+            say("info", f"its output: {report.log_path} on {report.host}")
         say("warning", f"the job starts again ({self._restarts} of {self._config.max_restarts})")
         return self._ready(self._prepare(self._wait_for_hosts(say)), say)
 
@@ -137,7 +139,10 @@ class Run:
 
     def _prepare(self, hosts: Sequence[Host]) -> Job:
         self._job.port.release()
-        return dataclasses.replace(prepare(self._config, self._environ, self._cwd, hosts), remarks=())
+        # Files of variables are read once: they may be pipes, and may have changed.
+        said = tuple(f"{name}={value}" for name, value in self._job.environment.items())
+        config = dataclasses.replace(self._config, env=said, env_file=())
+        return dataclasses.replace(prepare(config, self._environ, self._cwd, hosts), remarks=())
 
     def _wait_for_hosts(self, say: Say) -> tuple[Host, ...]:
         """The hosts of the next attempt: those of the last one, less those that cannot be used any more.

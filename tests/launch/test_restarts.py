@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from tests.launch.jobs import ROOT, job, state_of
@@ -33,6 +35,22 @@ def test_a_failed_job_starts_again_as_a_whole(tmp_path):
         assert len({line[1] for line in started}) == len({line[2] for line in started}) == 3
         assert "rank 1 on localhost exited with code 1: ValueError: not yet: 0" in run.out
         assert "the job starts again (2 of 3)" in run.out and "(3 of 3)" not in run.out
+
+
+def test_files_of_variables_are_read_once(tmp_path):
+    """As they may be pipes: `--env_file <(show_secrets)`."""
+    script = """
+        import os, sys
+        print("word", os.environ["WORD"], flush=True)
+        sys.exit(3 if os.environ["ZRUN_RESTART_COUNT"] == "0" else 0)
+    """
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("WORD='two words'\n",), daemon=True)
+    writer.start()
+    with job(tmp_path, script, "--env_file", "pipe", "--max_restarts", "1", "--num_gpus", "2", *CPU) as run:
+        assert run.wait() == 0, run.out
+        assert lines_of(run, "word") == [["two", "words"]] * 4
+        assert "its output: " in run.out
 
 
 def test_the_last_failure_is_the_exit_code(tmp_path):

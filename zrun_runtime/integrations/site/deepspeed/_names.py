@@ -192,7 +192,7 @@ ABSENT: dict[str, dict[str, str]] = {
     "moe.layer": _all("moe"),
     "moe.sharded_moe": _all("moe"),
     "moe.utils": _all("moe"),
-    "monitor": "tensorboard, csv_monitor, wandb and comet of the config work; write to `engine.monitor`. Not planned.",
+    "monitor": _all("monitor"),
     "monitor.config": _all("monitor"),
     "monitor.monitor": _all("monitor"),
     "ops.fp_quantizer": _all("compression"),

@@ -29,6 +29,7 @@ from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.sharded_parameter import call_number
+from zrun_runtime.shards import leaves_device
 from zrun_runtime.telemetry import notice
 
 _ATTRIBUTE = "_zrun_early"  # of a parameter: its EarlyShard; it lives exactly as long as the parameter
@@ -40,11 +41,11 @@ class EarlyShard:
 
     pinned = 0  # gatherings of any of them that are not over
 
-    def __init__(self, parameter: nn.Parameter, label: str, collectives: Collectives) -> None:
+    def __init__(self, parameter: nn.Parameter, label: str, collectives: Collectives, plan: StatePlan) -> None:
         self.collectives = collectives
         self.pins = 0
         spec = GroupSpec(label, (label,), (parameter,), None)
-        self.group = FlatGroup(spec, StatePlan.most_sharded(), collectives, self)
+        self.group = FlatGroup(spec, plan, collectives, self)
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """Inside a `zero.Init` the values can be borrowed."""
@@ -102,15 +103,17 @@ def early_shard(parameter: Any) -> EarlyShard | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
-def shard_early(parameter: nn.Parameter, label: str, collectives: Collectives, dtype: torch.dtype | None) -> None:
+def shard_early(parameter: nn.Parameter, label: str, building: Building) -> None:
     """Leave this rank its slice of rank 0's values. What cannot be sharded is left alone. A collective."""
+    collectives, plan = building.collectives, building.plan
     plain = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.layout is torch.strided
     if not plain or parameter.is_meta or not parameter.numel() or early_shard(parameter) is not None:
         return
-    parameter.data = parameter.data.to(collectives.world.device, dtype)
-    if collectives.world.size == 1:
-        return  # the slice is the whole
-    setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, label, collectives))
+    device = collectives.world.device
+    parameter.data = parameter.data.to(device, building.dtype)
+    if collectives.world.size == 1 and not leaves_device(plan.params.tier, device):
+        return  # the slice is the whole, and stays
+    setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, label, collectives, plan))
 
 
 def recast_early(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -126,16 +129,20 @@ def recast_early(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         )
     if shard is not None and parameter.dtype is not dtype:
         parameter.data = shard.give_up(parameter).to(dtype)
-        setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, shard.group.spec.label, shard.collectives))
+        early = EarlyShard(parameter, shard.group.spec.label, shard.collectives, shard.group.plan)
+        setattr(parameter, _ATTRIBUTE, early)
 
 
 class Building:
-    """What is under construction inside `zero.Init`; see [Note: early shards]."""
+    """What is under construction inside `zero.Init`; see [Note: early shards].
+
+    dtype: parameters are cast to it; None: they keep theirs. plan: how they are laid out until an engine takes over.
+    """
 
     active: Building | None = None
 
-    def __init__(self, collectives: Collectives, dtype: torch.dtype | None) -> None:
-        self.collectives, self.dtype = collectives, dtype
+    def __init__(self, collectives: Collectives, dtype: torch.dtype | None, plan: StatePlan) -> None:
+        self.collectives, self.dtype, self.plan = collectives, dtype, plan
         self._waiting: dict[nn.Module, None] = {}  # have parameters that are not sharded yet
         self._borrowed: dict[EarlyShard, int] = {}  # -> the number of the call that borrowed it last
         self._handles: list[Any] = []
@@ -168,7 +175,7 @@ class Building:
         """Shard every parameter in a module."""
         for name, parameter in module.named_parameters():
             label = f"{type(module).__name__}.{name} (made in zero.Init; give its model to initialize() first)"
-            shard_early(parameter, label, self.collectives, self.dtype)
+            shard_early(parameter, label, self)
         for part in module.modules():
             self._waiting.pop(part, None)
 

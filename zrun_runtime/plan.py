@@ -86,9 +86,9 @@ class StatePlan:
         return cls.of_stage(min(ALL_STAGES))
 
     @classmethod
-    def most_sharded(cls) -> StatePlan:
+    def most_sharded(cls, params: TierKind = TierKind.DEVICE) -> StatePlan:
         """Everything is sharded between uses."""
-        return cls.of_stage(max(ALL_STAGES))
+        return cls.of_stage(max(ALL_STAGES), params)
 
     @property
     def shards_params(self) -> bool:

@@ -60,6 +60,14 @@ def test_init_shares_out_over_all_ranks_or_says_no(world: Worlds) -> None:
         assert "zero.Init: mpu has a model parallel size of 2" in found["mpu"]
         assert rank or "data_parallel_group is a part of the ranks" in found["group"]
         assert found["dtype"] == "torch.bfloat16", "auto is what the device has"
+        assert "remote_device is 'disk'" in found["device"]
+        assert found["tiers"] == ["device", "cpu", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_a_model_built_in_host_memory_trains_as_another(size: int, world: Worlds) -> None:
+    for far, dtypes in world(size).run(zero_uses.built_on_the_host):
+        assert far == 0.0 and dtypes == {"torch.bfloat16"}
 
 
 @pytest.mark.parametrize("modifier", (None, 0, 1))

@@ -217,11 +217,31 @@ def parts_and_autos(rank: int, world: int) -> dict[str, Any]:
         "quantized": _said(lambda: zero.Init(zero_quantized_weights=True)),
         "within": _said(lambda: zero.Init(zero_param_parallel_group=first)),
         "mpu": _said(lambda: zero.Init(mpu=Mpu())),
+        "device": _said(lambda: zero.Init(remote_device="disk")),
     }
+    offload = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    places = [zero.Init(), zero.Init(remote_device="cpu"), zero.Init(remote_device="nvme")]
+    places.append(zero.Init(config_dict_or_path=offload))
+    tiers = [place._building.plan.params.tier.value for place in places]
     everyone = torch.distributed.group.WORLD
     with zero.Init(config_dict_or_path={"bf16": {"enabled": "auto"}}, data_parallel_group=everyone):
         model = nn.Linear(2, 2)
-    return {**said, "dtype": str(model.weight.dtype)}
+    return {**said, "dtype": str(model.weight.dtype), "tiers": tiers}
+
+
+def built_on_the_host(rank: int, world: int) -> tuple[float, set[str]]:
+    """How far a model whose slices waited on the host ends up from one built plainly; types of its weights."""
+    config = _config(3, "bf16")
+    config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    ends, dtypes = [], set()
+    for early in (True, False):
+        torch.manual_seed(rank)
+        with zero.Init(config_dict_or_path=config, remote_device="cpu", enabled=early):
+            model = Everything()
+        engine = zrun_runtime.initialize(model=model, config=config)[0]
+        ends.append(flat(_train_tokens(engine, rank)))
+        dtypes = {str(p.dtype) for p in model.parameters()}
+    return distance(*ends), dtypes
 
 
 # ---- edits

@@ -16,8 +16,8 @@ from zrun_runtime.config import Config, load_config
 from zrun_runtime.distributed import World, current_world, first_world_size
 from zrun_runtime.early import Building
 from zrun_runtime.errors import ConfigError
+from zrun_runtime.plan import StatePlan, TierKind
 from zrun_runtime.precision import DtypePolicy
-from zrun_runtime.telemetry import notice
 
 
 class Init:
@@ -33,11 +33,13 @@ class Init:
         config_dict_or_path: its precision is what parameters are cast to.
         enabled: False makes it do nothing.
         dtype: what parameters are cast to, whatever the config says.
-        remote_device: slices stay on the training device, wherever this says; a note tells of it.
+        remote_device: "cpu": slices wait in host memory, as they do without it where the config's offload_param asks
+            for another device than "none". "nvme" does the same: `initialize` puts them onto the disk.
         mpu, data_parallel_group, sequence_data_parallel_group: taken if they mean all ranks.
 
     Raises:
-        ConfigError: the config cannot be read; ranks are split into groups, or slices are to be quantized.
+        ConfigError: the config cannot be read; ranks are split into groups, slices are to be quantized, or are to be
+            where there is no such place.
     """
 
     def __init__(
@@ -69,12 +71,12 @@ class Init:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise ConfigError("zero.Init: quantized slices are not supported", "leave zero_quantized_* out")
         source = config_dict_or_path if config_dict_or_path is not None else config
-        if dtype is None and source is not None:
+        if source is not None:
             hints = replace(device_hints(world), first_world_size=first_world_size())
-            dtype = _dtype(load_config(source, world_size=world.size, auto=hints, defer=True))
-        if remote_device not in (None, "none", world.device.type) and world.rank == 0:
-            notice("info", f"zero.Init: remote_device={remote_device} is not built yet: slices stay on {world.device}")
-        self._building = Building(Collectives(world), dtype)
+            settings = load_config(source, world_size=world.size, auto=hints, defer=True)
+            dtype = _dtype(settings) if dtype is None else dtype
+            remote_device = remote_device or settings.zero.offload_param.device
+        self._building = Building(Collectives(world), dtype, StatePlan.most_sharded(_tier(remote_device)))
         if module is not None:
             self._building.shard(module)
 
@@ -95,6 +97,15 @@ def _refuse_parts(world: World, data: Any, sequence: Any, within: Any) -> None:
         raise ConfigError(
             "zero.Init: zero_param_parallel_group is not supported", "leave it out: there is one set of slices"
         )
+
+
+def _tier(remote_device: str | None) -> TierKind:
+    """Where slices wait for an engine."""
+    if remote_device in (None, "none"):
+        return TierKind.DEVICE
+    if remote_device not in ("cpu", "nvme"):
+        raise ConfigError(f"zero.Init: remote_device is {remote_device!r}", 'give "cpu", "nvme" or None')
+    return TierKind.CPU
 
 
 def _dtype(config: Config) -> torch.dtype | None:

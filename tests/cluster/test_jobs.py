@@ -253,6 +253,9 @@ def test_keys_of_the_ssh_agent(lab, tmp_path):
         with zrun(lab, tmp_path, *words, environ={"SSH_AUTH_SOCK": str(sock)}) as run:
             assert run.wait() == 0, run.said
         assert len(shown(run)) == 4
+        config.write_text(f"IdentityAgent {sock}\n{config.read_text()}")
+        with zrun(lab, tmp_path, *words) as run:
+            assert run.wait() == 0, run.said
     finally:
         agent.kill()
         agent.wait()

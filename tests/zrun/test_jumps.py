@@ -11,7 +11,7 @@ from zrun.hostfile import Host
 from zrun.transport.jumps import Jumps, parse_jump
 from zrun.transport.ssh_config import Target
 
-TARGET = Target("a", "a", 22, "me", "a", (), (), False, False, "", "", "any", "")
+TARGET = Target("a", "a", 22, "me", "a", (), (), False, "", "", "", "any", "")
 
 
 class Session:
@@ -68,7 +68,7 @@ def test_those_who_wait_share_the_error_and_later_ones_try_again():
 
 def test_a_circle_of_two_ends():
     jumps, held = Jumps(), threading.Barrier(2)
-    other = Target("b", "b", 22, "me", "b", (), (), False, False, "", "", "any", "")
+    other = Target("b", "b", 22, "me", "b", (), (), False, "", "", "", "any", "")
 
     def through(first, second):
         def connect():

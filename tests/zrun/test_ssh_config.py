@@ -25,7 +25,7 @@ def test_an_empty_config(tmp_path):
     assert (found.hostname, found.port, found.user, found.known_as) == ("node-1", 22, getpass.getuser(), "node-1")
     assert found.known_hosts[0] == os.path.expanduser("~/.ssh/known_hosts")
     assert found.identity_files[0] == os.path.expanduser("~/.ssh/id_ed25519")
-    assert not found.proxy_command and not found.proxy_jump and not found.only_these and found.use_agent
+    assert not found.proxy_command and not found.proxy_jump and not found.only_these and not found.agent
 
 
 def test_what_is_honoured(tmp_path):
@@ -50,7 +50,7 @@ def test_what_is_honoured(tmp_path):
     found = target(tmp_path, text)
     assert (found.hostname, found.port, found.user) == ("node-1.example.org", 2222, "ann")
     assert found.identity_files == (os.path.expanduser("~/keys/a"), "/keys/b")
-    assert found.only_these and not found.use_agent
+    assert found.only_these and found.agent == "none"
     assert found.known_hosts == ("/known/a", "/known/b") and found.known_as == "farm"
     assert (found.proxy_jump, found.family, found.strict_words) == ("gate", "inet6", "accept-new")
 
@@ -74,7 +74,6 @@ def test_the_port_of_a_proxy_is_the_one_that_is_used(tmp_path):
     [
         ("CertificateFile /c", "certificatefile"),
         ("PKCS11Provider /lib/p.so", "pkcs11provider"),
-        ("IdentityAgent /run/agent", "identityagent"),
         ("BindAddress 10.0.0.1", "bindaddress"),
         ("KnownHostsCommand /bin/true", "knownhostscommand"),
         ("RemoteCommand tmux", "remotecommand"),

@@ -29,7 +29,6 @@ _REFUSED: Mapping[str, tuple[str, ...]] = {
     "bindaddress": (),
     "bindinterface": ("none",),
     "certificatefile": ("none",),
-    "identityagent": ("none", "ssh_auth_sock"),
     "knownhostscommand": ("none",),
     "pkcs11provider": ("none",),
     "proxyusefdpass": ("no",),
@@ -66,7 +65,7 @@ class Target:
     known_hosts: tuple[str, ...]  # files; new keys go into the first one
     identity_files: tuple[str, ...]
     only_these: bool  # no other keys of the agent
-    use_agent: bool
+    agent: str  # IdentityAgent; empty: the one of the environment
     proxy_command: str
     proxy_jump: str  # hosts, separated by commas
     family: str  # any, inet or inet6
@@ -140,7 +139,7 @@ class SshConfig:
             known_hosts=(*own_files, *all_files),
             identity_files=_identities(found),
             only_these=found.get("identitiesonly", "no").lower() in ("yes", "true"),
-            use_agent=found.get("identityagent", "").lower() != "none",
+            agent=found.get("identityagent", ""),
             proxy_command=self._proxy_command(found, hostname, port, user),
             proxy_jump="" if jump.lower() == "none" else jump,
             family=found.get("addressfamily", "any").lower(),

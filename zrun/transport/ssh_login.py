@@ -22,6 +22,7 @@ from zrun.errors import HostLostError
 from zrun.hostfile import Host
 from zrun.transport.algorithms import may_sign, open_transport
 from zrun.transport.jumps import Jumps, parse_jump
+from zrun.transport.key_agent import open_agent
 from zrun.transport.known_hosts import KnownHosts, add_line, known_as
 from zrun.transport.ssh_config import SshConfig, Target
 from zrun.transport.ssh_options import SshOptions
@@ -296,7 +297,7 @@ def _log_in(transport: paramiko.Transport, target: Target, until: float) -> None
 def _keys(target: Target, tried: list[str]) -> Iterator[tuple[str, paramiko.PKey]]:
     """Keys to offer, with names for people. What cannot be offered is added to `tried`."""
     files = [(path, key) for path in target.identity_files if (key := _load(path, tried)) is not None]
-    agent = paramiko.Agent() if target.use_agent else None
+    agent = open_agent(target.agent)
     try:
         held = list(agent.get_keys()) if agent is not None else []
         named = {_public_of(path) for path in target.identity_files} - {""}

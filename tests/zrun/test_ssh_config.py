@@ -126,6 +126,15 @@ def test_final_blocks_come_last(tmp_path):
     assert target(tmp_path, "Match final host node-2\n User x\n", Host("node-2", 1)).user == "x"
 
 
+def test_an_include_behind_a_block_for_every_host(tmp_path):
+    (tmp_path / "more").write_text("Host node-1\n  User inner\nHost node-2\n  Port 7\n")
+    text = f"Host *\n  Compression yes\n  Include {tmp_path}/more\n  IdentitiesOnly yes\n"
+    found = target(tmp_path, text)
+    assert (found.user, found.port, found.only_these) == ("inner", 22, True)
+    with pytest.raises(UsageError, match="inside of a block"):
+        target(tmp_path, text.replace("Host *", "Host node-?"))
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [

@@ -50,6 +50,7 @@ _ALGORITHMS: Mapping[str, str] = {
 _SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%][A-Za-z0-9_.:%-]*\Z")  # it goes into a user's ProxyCommand
 _SAFE_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+$-]*\Z")
 _MATCH_EXEC = re.compile(r"(?i)\s*match\s(.*\s)?!?exec\s")
+_EVERY_HOST = ([], ["host", "*"], ["match", "all"])  # the words of blocks in which an Include is as outside of blocks
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
 
 
@@ -211,7 +212,9 @@ def _read(path: str, base: str, depth: int) -> list[str]:
             continue
         for included in _included(match["rest"], base):
             inner = _read(included, base, depth + 1)
-            if block and any(m["word"].lower() in ("host", "match") for m in map(_LINE.match, inner) if m):
+            if block.lower().split() not in _EVERY_HOST and any(
+                m["word"].lower() in ("host", "match") for m in map(_LINE.match, inner) if m
+            ):
                 raise UsageError(f"{path}: zrun cannot include {included}, which has blocks, inside of a block")
             lines += [*inner, block or "Match all"]
     return lines

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+import zrun_runtime
+from zrun_runtime.config import load_config
+from zrun_runtime.model_size import size_of
+from zrun_runtime.savings import footprint_of, plan_of
 
 from .bytes_of_steps import Wide, run_steps
 from .scenario import CLASSES, WIDTH, Block, Recipe, Scenario
@@ -94,3 +100,37 @@ def _watch(model: nn.Module, held: Held) -> list[Any]:
         hooks += [module.register_forward_pre_hook(forward), module.register_forward_hook(forward)]
         hooks += [module.register_full_backward_pre_hook(backward), module.register_full_backward_hook(backward)]
     return hooks
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Bytes on one rank between two steps, as they are and as they were predicted."""
+
+    held: int
+    disk: int  # its share of all files
+    states: int  # predicted, in memory
+    buffers: int  # at most, between a disk and the update or a gather
+    disk_states: int
+
+
+def hold_as_planned(rank: int, world: int, *, config: dict[str, Any], path: str) -> Planned:
+    """Train two steps under a config whose files go to `path`."""
+    scenario = Wide(width=256)
+    gc.collect()
+    gc.freeze()
+    try:
+        model = scenario.build()
+        settings = load_config(config, world_size=world)
+        said = footprint_of(settings, size_of(model), plan_of(settings), one_memory=True)
+        engine, *_ = zrun_runtime.initialize(model=model, config=config)
+        run_steps(EngineRun(engine), scenario, rank, range(2))
+        gc.collect()
+        held = live_bytes()
+        torch.distributed.barrier()
+        disk = sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file()) // world
+        torch.distributed.barrier()  # nobody takes files away before all have counted
+        engine.destroy()
+        states = said.device.resident + said.host.resident
+        return Planned(held, disk, states, said.host.working, said.disk.resident)
+    finally:
+        gc.unfreeze()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from .memory_of_steps import Held, hold
+from .memory_of_steps import Held, hold, hold_as_planned
 from .scenario import Recipe
 from .worlds import World
 
@@ -65,3 +66,30 @@ def test_a_tiny_model_has_tiny_buffers(stage: int, size: int, world: Worlds) -> 
     for held in world(size).run(hold, stage=stage, recipe=Recipe("adamw"), tiny=True):
         assert 500 < held.parameters < 2000
         assert max(held.between, held.forward, held.backward, held.within) < MIB
+
+
+OFFLOADS = [
+    *((stage, "none", "none") for stage in STAGES),
+    *((stage, tier, "none") for tier in ("cpu", "nvme") for stage in STAGES[1:]),
+    *((3, optimizer, params) for optimizer, params in (("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme"))),
+]
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "params"), OFFLOADS)
+def test_states_take_what_was_planned(stage: int, optimizer: str, params: str, world: Worlds, tmp_path: Path) -> None:
+    """What `zrun plan` says of every stage and offload, against live storages and files."""
+    zero: dict[str, object] = {"stage": stage}
+    for key, device in (("offload_optimizer", optimizer), ("offload_param", params)):
+        if device != "none":
+            zero[key] = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    if params == "nvme":
+        zero["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+    }
+    for found in world(2).run(hold_as_planned, config=config, path=str(tmp_path)):
+        assert 0.95 * found.states <= found.held <= 1.05 * found.states + found.buffers + MIB // 4
+        assert found.disk == pytest.approx(found.disk_states, rel=0.05, abs=MIB // 4)

@@ -26,6 +26,7 @@ from zrun_runtime.plan import StatePlan, TierKind
 MASTER = 4  # bytes of a master weight, of a reduced gradient and of one moment: fp32
 FLYING, FILLING = 2, 1  # groups whose gradients are under way, and one that still gets some; see reducer.py
 NVME_TILE = 2**22  # elements read at once: 48 MiB of AdamW's three tensors
+STRIP = 2**20  # elements updated at once where something is cast: what was cast is still in the cache then
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 _ONE_MOMENT = ("Adagrad", "Lion")
 _NO_MOMENT = ("SGD",)
@@ -240,6 +241,8 @@ def footprint(
     groups = (1 if plan.shards_params else FLYING) + FILLING
     on[TierKind.DEVICE]["working"] = widths.weight * counts.whole
     on[TierKind.DEVICE]["working"] += 0 if whole_sums else widths.grad * min(groups * counts.group, model.trained)
+    if moved:
+        on[TierKind.CPU]["working"] += MASTER * min(STRIP, -(-counts.group // world))  # a gradient that is being cast
     if away is TierKind.NVME:
         each = widths.moments + (MASTER if widths.copies_master or not tiers.one_memory else 0)
         on[TierKind.CPU]["working"] += tiers.tiles * min(tiers.tile, -(-counts.group // world)) * each

@@ -176,6 +176,7 @@ class ShardedOptimizer:
         """Update the elements of one slot and show them; were any edited? See [Note: tiles and strips]."""
         weights, master = weights_of(group), self.homes.master_tile(group, slot, values)
         scalars, size = self.homes.scalars(group), self.homes.strip(group)
+        known = {name: value for name, value in values.items() if name != MASTER}  # the first step fills `values`
         left: dict[str, Any] = {}
         edited = False
         for start in range(0, slot.numel, size):
@@ -187,18 +188,13 @@ class ShardedOptimizer:
                 self._update_whole(group, part, scale)
             else:
                 parameter = nn.Parameter(piece)
-                self.optimizer.state[parameter] = self._state_of_strip(values, scalars, start, piece.numel())
+                self.optimizer.state[parameter] = _state_of_strip(known, scalars, start, piece.numel())
                 self._run(group, parameter, self._scaled(part, piece, scale))
                 left = self._keep(slot, values, start, parameter)
             weights.show(piece, first)
         if slot.is_last:
             self.optimizer.state[weights.parameter].update(left)
         return edited
-
-    def _state_of_strip(self, values: Values, scalars: dict[str, Any], start: int, numel: int) -> dict[str, Any]:
-        state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        state.update((name, value[start : start + numel]) for name, value in values.items() if name != MASTER)
-        return state
 
     def _keep(self, slot: Slot, values: Values, start: int, parameter: nn.Parameter) -> dict[str, Any]:
         """Put the state of a strip where it belongs. Returns its scalars."""
@@ -279,6 +275,12 @@ class ShardedOptimizer:
     def write_state(self, group: FlatGroup, state: GroupState) -> None:
         """Have this state from now on; its tensors may be kept. The model sees the values after `group.publish()`."""
         self.homes.write(group, state)
+
+
+def _state_of_strip(known: Values, scalars: dict[str, Any], start: int, numel: int) -> dict[str, Any]:
+    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+    state.update((name, value[start : start + numel]) for name, value in known.items())
+    return state
 
 
 def _refuse_direct_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -19,13 +19,12 @@ from zrun_runtime.errors import EngineError
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.group_state import GroupState, is_sized
 from zrun_runtime.master import MasterWeights
-from zrun_runtime.memory import NVME_TILE
+from zrun_runtime.memory import NVME_TILE, STRIP
 from zrun_runtime.optimizers import Lamb, state_fields
 from zrun_runtime.plan import TierKind
 from zrun_runtime.tiers import FileStore, MemoryStore, NvmeTier, OffloadSettings, Slot, Store, Values, slots_of, stream
 
 MASTER = "master weights"  # among the tensors of a store; no optimizer has state of such a name
-STRIP = 2**20  # elements updated at once where something is cast: what was cast is still in the cache then
 
 
 class StateHomes:

@@ -72,7 +72,7 @@ def test_offloaded_state_leaves_the_device(stage: int) -> None:
     weights = {1: 2.0, 2: 2.0, 3: 2 / 8}[stage]
     host = held(stage, 8, optimizer=TierKind.CPU)
     assert host.device.resident / BILLION == pytest.approx(weights, rel=1e-3)
-    assert host.host.peak / BILLION == pytest.approx(14 / 8, rel=1e-3)  # 12, and the gradients
+    assert host.host.peak / BILLION == pytest.approx(14 / 8, rel=1e-2)  # 12, and the gradients
     disk = held(stage, 8, optimizer=TierKind.NVME)
     assert disk.disk.resident / BILLION == pytest.approx(12 / 8, rel=1e-3) and disk.host.resident == 0
 

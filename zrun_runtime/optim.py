@@ -260,10 +260,12 @@ class ShardedOptimizer:
     # ---- the state of a group
 
     def read_state(self, group: FlatGroup) -> GroupState:
-        """What the optimizer has of this group. No collective; moments and scalars are empty before the first step.
+        """What the optimizer has of this group, edits of the weights included. No collective; moments and scalars are
+        empty before the first step.
 
         Of a group whose state is on a disk: copies, of one group's size.
         """
+        group.take_back()
         return self.homes.read(group) if group.master is not None else GroupState(None, {}, {})
 
     def state_dtypes(self, group: FlatGroup) -> dict[str, torch.dtype]:

@@ -6,6 +6,7 @@ sharded) and on the reference's, at the same places, and training goes on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,8 +18,10 @@ from torch.nn.utils import parametrize, prune
 import zrun_runtime
 from zrun_runtime.zero import GatheredParameters
 
+from .compare import distance
 from .reference import Reference
 from .scenario import CLASSES, WIDTH, Block, Recipe, Scenario, Spot
+from .semantics_alone import Alone, engine_over, far, features, said, sgd
 from .training import EngineRun, make_engine
 
 LEARNING = {"momentum": 0.5, "lr": 0.05, "weight_decay": 0.01}
@@ -198,3 +201,87 @@ def edited(rank: int, world: int, *, edit: str, stage: int, recipe: Recipe) -> t
     left = {id(p) for p in engine.module.parameters()}
     found = {n: zrun_runtime.safe_get_full_fp32_param(p).clone() for n, p in named.items() if id(p) in left}
     return found, run.losses
+
+
+# ---- averaged weights, swapped in and out
+
+
+def _average(model: nn.Module, averages: dict[str, nn.Parameter]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            averages[name].lerp_(parameter, 0.5)
+
+
+def _swap(model: nn.Module, averages: dict[str, nn.Parameter], how: str) -> None:
+    for name, parameter in model.named_parameters():
+        average = averages[name]
+        if how == "exchanged":
+            parameter.data, average.data = average.data, parameter.data
+        else:
+            kept = parameter.detach().clone()
+            parameter.data.copy_(average.data)
+            average.data.copy_(kept)
+
+
+def averaged(rank: int, world: int, *, stage: int, recipe: Recipe, how: str) -> dict[str, float]:
+    """An average of the weights is swapped in for an evaluation after each step, and out again: how far weights,
+    averages and evaluations are from those of one process.
+
+    how: "copied", or "exchanged": p.data, a.data = a.data, p.data.
+    """
+    torch.manual_seed(0)
+    model = Mixed().to(recipe.dtype)
+    alone = Alone(copy.deepcopy(model), sgd)
+    engine = engine_over(model.float(), stage, recipe, sgd(model.parameters()))
+    both = [(engine.module, engine), (alone.model, alone.model)]
+    averages = [{n: nn.Parameter(p.detach().clone()) for n, p in alone.named.items()} for _ in both]
+    found: dict[str, float] = {}
+    for step in range(3):
+        engine.backward(engine(features(rank, step, recipe.dtype)).float().square().mean())
+        engine.step()
+        for other in range(world):
+            (alone.model(features(other, step, recipe.dtype)).float().square().mean() / world).backward()
+        alone.step()
+        evaluations = []
+        for (module, forward), average in zip(both, averages, strict=True):
+            for action in (_average, _swap, None, _swap):
+                if action is None:
+                    with torch.no_grad():
+                        evaluations.append(forward(features(7, 7, recipe.dtype)).float())
+                    continue
+                gathering = stage == 3 and module is engine.module
+                with GatheredParameters(list(module.parameters())) if gathering else nullcontext():
+                    action(module, average, *([how] if action is _swap else []))
+        found[f"evaluation {step}"] = distance(*evaluations)
+    named = dict(engine.module.named_parameters())
+    found |= {f"weight {name}": value for name, value in far(named, alone).items()}
+    return found | {f"average {n}": distance(averages[0][n].detach(), averages[1][n].detach()) for n in named}
+
+
+# ---- what is refused
+
+
+def refused(rank: int, world: int, *, stage: int) -> dict[str, str]:
+    """What edits say that cannot be followed; and "" for those that change nothing."""
+    texts: dict[str, str] = {}
+    for name, edit in REFUSALS.items():
+        engine = engine_over(Mixed(), stage, Recipe(), None, optimizer={"type": "SGD", "params": {"lr": 0.05}})
+        step = lambda engine=engine, edit=edit: (edit(engine.module), engine(features(rank, 0)))  # noqa: E731
+        texts[name] = said(step)
+    return texts
+
+
+def _assign(model: Any) -> None:
+    model.stem.weight.data = torch.zeros(WIDTH, WIDTH)
+
+
+REFUSALS: dict[str, Callable[[Any], Any]] = {
+    "to(device)": lambda model: model.to("cpu").float(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "shape": lambda model: setattr(model.stem.weight, "data", torch.zeros(2, 2)),
+    "weight_norm": lambda model: nn.utils.parametrizations.weight_norm(model.stem),
+    "old weight_norm": lambda model: nn.utils.weight_norm(model.stem),
+    "p.data =": _assign,
+    "clamp": lambda model: model.stem.weight.data.clamp_(-1, 1),
+    "load_state_dict": lambda model: model.load_state_dict(Mixed().state_dict()),
+}

@@ -43,6 +43,28 @@ def test_edits_are_followed(edit: str, stage: int, dtype: str, world: Worlds) ->
         assert rank or not compare.numbers("loss", said, losses, 1e-5 if dtype == "fp32" else 1e-2)
 
 
+@pytest.mark.parametrize("how", ("copied", "exchanged"))
+@pytest.mark.parametrize(("stage", "dtype"), SOME)
+def test_averages_are_swapped_in_and_out(stage: int, dtype: str, how: str, world: Worlds) -> None:
+    case = semantics_edits.averaged
+    for found in world(2).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype]), how=how):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_that_cannot_be_followed_are_named(stage: int, world: Worlds) -> None:
+    for texts in world(2).run(semantics_edits.refused, stage=stage):
+        assert not texts.pop("to(device)")
+        followed = ("p.data =", "clamp", "load_state_dict")
+        assert [name for name in followed if texts.pop(name)] == (list(followed) if stage == 3 else [])
+        if stage < 3:
+            assert "its dtype became torch.bfloat16 after initialize" in texts["bfloat16"]
+            assert "its shape became (2, 2) after initialize" in texts["shape"]
+            assert "no optimizer has it" in texts["weight_norm"] and "no optimizer has it" in texts["old weight_norm"]
+        else:
+            assert all("GatheredParameters" in text for text in texts.values()), texts
+
+
 # ---- gradients
 
 

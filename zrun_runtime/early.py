@@ -80,7 +80,7 @@ class EarlyShard:
         """Shard what the parameter has now."""
         parameter, label = self.group.spec.parameters[0], self.group.spec.label
         delattr(parameter, _ATTRIBUTE)
-        shard_early(parameter, label, self.collectives, None)
+        shard_early(parameter, label, Building(self.collectives, None, self.group.plan))
 
     def pin(self, groups: Sequence[FlatGroup]) -> None:
         """Unshard until `unpin`."""

@@ -64,9 +64,10 @@ def test_init_shares_out_over_all_ranks_or_says_no(world: Worlds) -> None:
         assert found["tiers"] == ["device", "cpu", "cpu", "cpu"]
 
 
+@pytest.mark.parametrize("apart", (False, True))
 @pytest.mark.parametrize("size", (1, 2))
-def test_a_model_built_in_host_memory_trains_as_another(size: int, world: Worlds) -> None:
-    for far, dtypes in world(size).run(zero_uses.built_on_the_host):
+def test_a_model_built_in_host_memory_trains_as_another(size: int, apart: bool, world: Worlds) -> None:
+    for far, dtypes in world(size).run(zero_uses.built_on_the_host, apart=apart):
         assert far == 0.0 and dtypes == {"torch.bfloat16"}
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zrun_runtime
-from zrun_runtime import zero
+from zrun_runtime import departures, master, shards, zero
 
 from .compare import distance, flat
 from .engine_uses import SGD, loss_of, stack_engine
@@ -229,18 +231,21 @@ def parts_and_autos(rank: int, world: int) -> dict[str, Any]:
     return {**said, "dtype": str(model.weight.dtype), "tiers": tiers}
 
 
-def built_on_the_host(rank: int, world: int) -> tuple[float, set[str]]:
+def built_on_the_host(rank: int, world: int, *, apart: bool) -> tuple[float, set[str]]:
     """How far a model whose slices waited on the host ends up from one built plainly; types of its weights."""
     config = _config(3, "bf16")
     config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     ends, dtypes = [], set()
-    for early in (True, False):
-        torch.manual_seed(rank)
-        with zero.Init(config_dict_or_path=config, remote_device="cpu", enabled=early):
-            model = Everything()
-        engine = zrun_runtime.initialize(model=model, config=config)[0]
-        ends.append(flat(_train_tokens(engine, rank)))
-        dtypes = {str(p.dtype) for p in model.parameters()}
+    with ExitStack() as stack:
+        for module in (shards, master, departures) if apart else ():  # as if the device's memory were not the host's
+            stack.enter_context(mock.patch.object(module, "is_host", lambda device: False))
+        for early in (True, False):
+            torch.manual_seed(rank)
+            with zero.Init(config_dict_or_path=config, remote_device="cpu", enabled=early):
+                model = Everything()
+            engine = zrun_runtime.initialize(model=model, config=config)[0]
+            ends.append(flat(_train_tokens(engine, rank)))
+            dtypes = {str(p.dtype) for p in model.parameters()}
     return distance(*ends), dtypes
 
 

@@ -40,6 +40,14 @@ Examples:
   zrun run -- plan                            the script `plan`, not the command
 
 \b
+Commands, each with a --help of its own:
+  zrun doctor              look at the hosts, and start nothing
+  zrun ps, zrun kill JOB   the jobs that were started here
+  zrun config check FILE   what is wrong with a training config; also: explain, upgrade
+  zrun plan                what a model takes in memory
+  zrun checkpoint          look into checkpoints, and export them
+
+\b
 Exit code: that of the worker that failed first, 128+N for signal N,
   2 wrong usage, 3 a host is not fit, 4 a host was lost.
 """

@@ -10,6 +10,7 @@ same steps on its flat halves by optimizers of their own.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -157,7 +158,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
         ConfigError: the optimizer would compute something else on slices, or cannot be tried.
     """
     kind = type(optimizer)
-    if kind in _ELEMENTWISE or kind in OWN.values():
+    if kind in _ELEMENTWISE or any(_steps_as(kind, own) for own in OWN.values()):
         return
     name = kind.__name__.lower().replace("_", "")
     for part, why in _REFUSED.items():
@@ -172,6 +173,11 @@ def require_elementwise(optimizer: Optimizer) -> None:
             f"optimizer {kind.__name__}: cannot be sharded: its step on a matrix differs from its steps on the halves",
             _USE,
         )
+
+
+def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:
+    """A subclass with another constructor at most."""
+    return issubclass(kind, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step)
 
 
 def _distance_on_halves(optimizer: Optimizer) -> float:

@@ -41,7 +41,6 @@ DTYPE, ACCUMULATION, STEPS = "bf16", 2, 2
 
 def measure(name: str, world: int, stage: int) -> dict[str, Any]:
     """What rank `world // 3` of such a world holds and sends."""
-    start = time.monotonic()
     dist.init_process_group("cpu:fake,meta:fake", rank=world // 3, world_size=world, store=dist.HashStore())
     sizes = MODELS[name]
     gc.collect()
@@ -78,7 +77,7 @@ def measure(name: str, world: int, stage: int) -> dict[str, Any]:
         "sent": sent["reduce_scatter"] + sent["all_gather"],
         "other": sent["other"],
         "full": watch.most,
-        "seconds": time.monotonic() - start,
+        "seconds": time.process_time(),
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         **predicted,
     }
@@ -130,7 +129,7 @@ def bench(arguments: Sequence[str]) -> Report:
                 promises += _promises(title, world, got)
     headers = (
         "", "groups", "largest group", "formula, GiB held", "held / formula", "with gradients / formula",
-        "GiB of whole weights in a step",         "formula, GiB sent", "sent / formula", "s", "GiB of the process",
+        "GiB of whole weights in a step",         "formula, GiB sent", "sent / formula", "CPU s", "GiB of the process",
     )  # fmt: skip
     about = f"{DTYPE}, AdamW, {ACCUMULATION} micro-batches accumulated in fp32, second step of one rank"
     return Report(
@@ -149,7 +148,7 @@ def _promises(title: str, world: int, got: dict[str, Any]) -> list[Promise]:
     if got["formula_full"]:
         kept.append(Promise(f"{title}: whole weights / two groups", got["full"] / got["formula_full"], 1.01))
     if world == 1024:
-        kept.append(Promise(f"{title}: seconds", got["seconds"], 60))
+        kept.append(Promise(f"{title}: CPU seconds, imports included", got["seconds"], 60))
     return [*kept, Promise(f"{title}: GiB resident in the process", got["rss"] / GIB, 2)]
 
 

@@ -3,8 +3,9 @@
 Between steps, in bytes a parameter, N ranks: weights 4 in fp32 and 2 in bf16, divided by N in stage 3; optimizer
 state 8 (two fp32 moments) and for bf16 4 more (fp32 masters), divided by N from stage 1 on. Gradients are not held. In
 stage 3 the full weights that exist at any moment of a step are at most those of the two largest groups (of a block, an
-embedding or the head), with a twentieth and 2^18 elements more for a small third. A buffer of full weights is a storage that is empty between steps; its size is read at every
-module's start and end, in forward and backward, and at every gradient.
+embedding or the head), with a twentieth and 2^18 elements more for a small third. A buffer of full weights is a storage
+that is empty between steps; its size is read at every module's start and end, in forward and backward, and at every
+gradient.
 """
 
 from __future__ import annotations

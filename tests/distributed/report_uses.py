@@ -32,7 +32,7 @@ def _weights(engine: Any) -> Tensor:
 def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     """A schedule and an optimizer of the client's beside those of the config; what is said, and the rate in force."""
     config = {**make_config(stage, Recipe(), {"lr": 1e-5}), "scheduler": {"type": "WarmupLR", "params": {}}}
-    with redirect_stderr(io.io.StringIO()) as said:
+    with redirect_stderr(io.StringIO()) as said:
         engine, _, _, scheduler = zrun_runtime.initialize(
             model=build(Plain()),
             config=config,
@@ -44,7 +44,7 @@ def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     engine.step()
     wanted = flat({name: before[name] - 1e-5 * grads[name] for name in before})
     model = build(Plain())
-    with redirect_stderr(io.io.StringIO()) as other:
+    with redirect_stderr(io.StringIO()) as other:
         zrun_runtime.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     return {
         "said": said.getvalue() + other.getvalue(),
@@ -57,7 +57,7 @@ def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
 def overflow_in_words(rank: int, world: int) -> str:
     """What is said of three overflows in a row at an initial scale of 16 and a hysteresis of 2."""
     engine = stack_engine(2, fp16={"enabled": True, "initial_scale_power": 4})
-    with redirect_stderr(io.io.StringIO()) as said:
+    with redirect_stderr(io.StringIO()) as said:
         for step in range(3):
             engine.backward(loss_of(engine, Spot(step, rank, 0)) * float("inf"))
             engine.step()
@@ -85,7 +85,7 @@ def accumulation(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     twin.step()
     found["tail"] = engine.global_steps, distance(_weights(engine), _weights(twin))
     rare = stack_engine(stage, Recipe(accumulation=4))
-    with redirect_stderr(io.io.StringIO()) as said:
+    with redirect_stderr(io.StringIO()) as said:
         for step in range(2):
             for micro in range(4):
                 rare.backward(loss_of(rare, Spot(step, rank, micro)))

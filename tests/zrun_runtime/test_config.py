@@ -416,5 +416,7 @@ def test_what_only_the_run_can_tell_is_left_open():
     source = {"bf16": {"enabled": "auto"}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     config = load_config(source, defer=True)
     assert summary(config) == "ZeRO stage 0, precision auto, the program's optimizer; batch sizes auto"
+    told = [note for note in config.notes if note.path.startswith("bf16")]
+    assert [note.path for note in told] == ["bf16.enabled"] and "the device of the run decides" in told[0].text
     assert not load_config(source).left_open
     assert not load_config({**source, "bf16": ON, "train_batch_size": 8}, defer=True).left_open

@@ -39,7 +39,8 @@ def _attribute(section: Section, written: str) -> str:
 
 def _report_section(section: Section, effect: KeyEffect, data: Any, place: str, stage: int, ledger: Ledger) -> None:
     if is_off(section):
-        ledger.note(place, "no_effect", "it is off", False)
+        if not ledger.has_note(f"{place}.enabled"):  # else it is "auto", of which everything is said
+            ledger.note(place, "no_effect", "it is off", False)
         return
     kind, sentence = effect.at(stage)
     if kind == "no_effect" or effect.effect == NO_EFFECT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,10 @@ class SmallNet(Net):
         self.dropout = nn.Dropout(0.0)
 
 
-def config_of(stage: int, dtype: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+def config_of(
+    stage: int, dtype: str = "fp32", accumulation: int = 1, tier: str = "none", **more: Any
+) -> dict[str, Any]:
+    """tier: where optimizer state is, and at stage 3 parameters: none, cpu or nvme."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
@@ -66,6 +70,11 @@ def config_of(stage: int, dtype: str = "fp32", accumulation: int = 1, **more: An
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
+    if tier != "none":
+        home = {"device": tier, "nvme_path": tempfile.gettempdir()}
+        config["zero_optimization"]["offload_optimizer"] = home
+        if stage == 3:
+            config["zero_optimization"]["offload_param"] = home
     for key, value in more.items():
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
     return config
@@ -161,18 +170,18 @@ def resumed(rank: int, world: int, *, directory: str, stage: int, dtype: str, ac
     }
 
 
-def saved_for_others(rank: int, world: int, *, directory: str, stage: int, dtype: str) -> Any:
+def saved_for_others(rank: int, world: int, *, directory: str, stage: int, dtype: str, tier: str) -> Any:
     """Two steps on the same batches everywhere, a save, two more."""
-    engine = engine_of(config_of(stage, dtype), SmallNet)
+    engine = engine_of(config_of(stage, dtype, tier=tier), SmallNet)
     train(engine, 0, 2, same=True)
     engine.save_checkpoint(directory)
     mark = mark_of(engine)
     return {"mark": {k: mark[k] for k in ("masters", "moments", "rates")}, "losses": train(engine, 2, 4, same=True)}
 
 
-def loaded_by_others(rank: int, world: int, *, directory: str, stage: int, dtype: str, stepped: bool) -> Any:
+def loaded_by_others(rank: int, world: int, *, directory: str, stage: int, dtype: str, tier: str, stepped: bool) -> Any:
     """The two more, by other ranks at another stage. stepped: the engine has trained before."""
-    engine = engine_of(config_of(stage, dtype), SmallNet, seed=3)
+    engine = engine_of(config_of(stage, dtype, tier=tier), SmallNet, seed=3)
     if stepped:
         train(engine, 7, 8)
     engine.load_checkpoint(directory)

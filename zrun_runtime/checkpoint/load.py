@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,10 @@ class Survey:
         return self.nodes == {file.node for file in self.manifest.files}
 
 
-def survey(path: Path, tag: str, roles: Sequence[Role], patience: float = 0.0) -> Survey:
+def survey(path: Path, tag: str, roles: Sequence[Role], rank: int = 0, patience: float = 0.0) -> Survey:
     """Read the manifest, and see whether the files of these roles are there in full size.
+
+    rank: whose host's files are missed first. patience: seconds to wait for what other hosts wrote.
 
     Raises:
         CheckpointError: the checkpoint is not whole; it names the file.
@@ -45,7 +48,8 @@ def survey(path: Path, tag: str, roles: Sequence[Role], patience: float = 0.0) -
     text = read_manifest(path, tag)
     manifest = parse(text, str(path / tag / MANIFEST))
     troubles: dict[int, CheckpointError] = {}
-    with CheckpointReader(path / tag, manifest, patience=patience) as reader:
+    one_disk = len({file.node for file in manifest.files}) == 1  # else what is not here now never will be
+    with CheckpointReader(path / tag, manifest, patience=patience if one_disk else 0.0) as reader:
         for file in manifest.files:
             if file.role in roles and file.node not in troubles:
                 try:
@@ -54,7 +58,8 @@ def survey(path: Path, tag: str, roles: Sequence[Role], patience: float = 0.0) -
                     troubles[file.node] = error
     nodes = {file.node for file in manifest.files}
     if nodes == set(troubles):
-        raise troubles[min(troubles)]
+        own = manifest.file_of.get(("model", rank))
+        raise troubles[own.node if own is not None else min(troubles)]
     return Survey(manifest, hashlib.sha256(text).hexdigest(), frozenset(nodes - set(troubles)))
 
 
@@ -110,7 +115,8 @@ class Loader:
         return name
 
     def _look(self, path: Path, tag: str, roles: Sequence[Role]) -> Survey:
-        found = survey(path, tag, roles, _FILES_OF_OTHER_HOSTS if self.world.size > 1 else 0.0)
+        one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(self.world.size) or self.world.size == 1
+        found = survey(path, tag, roles, self.world.rank, 0.0 if one_host else _FILES_OF_OTHER_HOSTS)
         if not found.complete:
             manifest, rank = found.manifest, self.world.rank
             if manifest.world_size != self.world.size:

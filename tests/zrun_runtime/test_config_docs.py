@@ -61,6 +61,19 @@ def test_upgrade_writes_the_file_and_then_has_nothing_to_do(tmp_path):
     assert load_config(NEW).gradient_clipping == load_config(OLD).gradient_clipping
 
 
+def test_a_file_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(OLD))
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    done = run("upgrade", "--write", path)
+    assert done.exit_code == 2 and "No space left on device; it is as it was" in done.stderr
+    assert json.loads(path.read_text()) == OLD and [item.name for item in tmp_path.iterdir()] == ["old.json"]
+
+
 def test_an_accelerate_file_becomes_a_config(tmp_path):
     path = tmp_path / "accelerate.yaml"
     path.write_text("distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -94,9 +95,14 @@ def upgrade(file: str, write: bool) -> None:
         click.echo(text, nl=False)
         return
     aside = f"{file}.{os.getpid()}.new"
-    with open(aside, "w", encoding="utf-8") as out:
-        out.write(text)
-    os.replace(aside, file)
+    try:
+        with open(aside, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.replace(aside, file)
+    except OSError as error:
+        Path(aside).unlink(missing_ok=True)
+        click.echo(f"{file} cannot be replaced: {error.strerror}; it is as it was", err=True)
+        sys.exit(REFUSED)
 
 
 @config.command()

@@ -28,6 +28,7 @@ from zrun_runtime.savings import savings
 from zrun_runtime.schedules import build_scheduler
 from zrun_runtime.telemetry import notice
 from zrun_runtime.tiers import REQUEST_BYTES, DiskSettings, OffloadSettings
+from zrun_runtime.tiers.host import allow_pinning
 from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
 
@@ -112,6 +113,7 @@ def _param_groups(
 
 def _settings(config: Config, policy: DtypePolicy, model: nn.Module) -> ZeroSettings:
     zero = config.zero
+    allow_pinning(zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory)
     return ZeroSettings(
         plan=StatePlan.of_stage(
             zero.stage, params=_tier(zero.offload_param.device), optimizer=_tier(zero.offload_optimizer.device)
@@ -151,7 +153,6 @@ def _offload(config: Config) -> OffloadSettings | None:
         disk=_disk(config, "offload_optimizer", section),
         buffer_count=section.buffer_count,
         share=section.ratio,
-        pin=section.pin_memory,
     )
 
 
@@ -165,7 +166,6 @@ def _disk(config: Config, name: str, section: OffloadOptimizerConfig | OffloadPa
         key=f"zero_optimization.{name}.nvme_path",
         threads=min(aio.queue_depth, max(aio.intra_op_parallelism, aio.thread_count)),
         request_bytes=max(REQUEST_BYTES, aio.block_size),
-        pin=section.pin_memory,
     )
 
 

@@ -22,7 +22,7 @@ class Departures:
 
     def begin(self, source: Tensor, take: Callable[[Tensor], None]) -> None:
         """Copy `source` to the host; `take` gets the copy, later or in `settle`."""
-        host, wait = Courier.of(source.device).receive(source, pin=True)
+        host, wait = Courier.of(source.device).receive(source)
         self._under_way.append((host, wait, take))
         while len(self._under_way) > _UNDER_WAY:
             self._settle_one()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from zrun_runtime.flat_group import FlatGroup
@@ -30,13 +31,15 @@ class Edits:
 
     def flags(self, groups: Iterable[FlatGroup]) -> dict[FlatGroup, Tensor]:  # () bool, on the device
         """Whether this rank's part of the weights is other than the master weights rounded. Not of those that are one,
-        and not of those whose optimizer is offloaded: they are compared when they are updated, piece by piece."""
+        nor of those that are compared piece by piece when they are updated ([Note: edits of offloaded weights])."""
         found = {}
         for group in groups:
-            if group.weights is not None and not group.comes_and_goes and not group.plan.offloads_optimizer:
-                flag = group.weights.edit_flag()
-                if flag is not None:
-                    found[group] = flag
+            weights = group.weights
+            if weights is None or group.comes_and_goes or weights.compares:
+                continue
+            flag = weights.edit_flag() if not group.plan.offloads_optimizer else torch.tensor(group.touched())
+            if flag is not None:
+                found[group] = flag
         return found
 
     def take(self, edited: Sequence[FlatGroup]) -> None:

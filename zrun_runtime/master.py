@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.plan import StatePlan, TierKind
-from zrun_runtime.tiers.host import Courier, is_host, to_host
+from zrun_runtime.tiers.host import Courier, host_empty, is_host
 
 _EXACT = (torch.float32, torch.float64)
 _PIECE = 2**18  # elements that are rounded and compared at a time
@@ -31,6 +31,7 @@ class MasterWeights:
         apart: they are not `owned` itself, but a finer copy, or one in another tier.
         elsewhere: the values are on a disk.
         behind: edits of `owned` have not reached the values yet.
+        compares: edits are seen by comparing, in the pass of an update.
     """
 
     def __init__(self, owned: Tensor, values: Tensor, plan: StatePlan) -> None:
@@ -41,7 +42,7 @@ class MasterWeights:
         self.owned, self.behind = owned, False
         self.apart = on_disk or not together or owned.dtype not in _EXACT
         self.elsewhere = self.apart and tier is TierKind.NVME
-        self._compares = together and not on_disk  # edits can be seen in the pass of an update
+        self.compares = tier is not TierKind.DEVICE and together and not on_disk
         dtype = owned.dtype if owned.dtype in _EXACT else torch.float32
         if not self.apart:
             self.parameter = nn.Parameter(owned)
@@ -50,7 +51,7 @@ class MasterWeights:
         elif tier is TierKind.DEVICE:
             self.parameter = nn.Parameter(values.to(dtype, copy=True))
         else:
-            self.parameter = nn.Parameter(to_host(values, pin=True).to(dtype))
+            self.parameter = nn.Parameter(host_empty(values.numel(), dtype, pin=False).copy_(values))
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +82,7 @@ class MasterWeights:
 
     def catch_up(self, values: Tensor, start: int) -> bool:
         """Let values that are about to be updated, those from element `start` on, follow edits; were there any?"""
-        if not self.apart or not (self.behind or self._compares):
+        if not self.apart or not (self.behind or self.compares):
             return False
         return self._follow(values, self.owned[start : start + values.numel()])
 

@@ -30,6 +30,7 @@ from zrun_runtime.group_state import FlatRatios, GroupState, is_sized, shard_sta
 from zrun_runtime.optimizers import OWN, Lamb, require_elementwise
 from zrun_runtime.state_homes import MASTER, StateHomes, master_of, number_of, shown, weights_of
 from zrun_runtime.tiers import MemoryStore, OffloadSettings, Slot, Values, stream
+from zrun_runtime.tiers.host import host_empty
 
 ParamGroups = list[dict[str, Any]]
 
@@ -182,8 +183,7 @@ class ShardedOptimizer:
         for start in range(0, slot.numel, size):
             piece, first = master[start : start + size], slot.start + start
             part = grad[first : first + piece.numel()]
-            if group.plan.offloads_optimizer:
-                edited |= weights.catch_up(piece, first)
+            edited |= weights.catch_up(piece, first)
             if piece.numel() == slot.store.numel and isinstance(slot.store, MemoryStore):
                 self._update_whole(group, part, scale)
             else:
@@ -242,7 +242,7 @@ class ShardedOptimizer:
     def _scaled(self, grad: Tensor, like: Tensor, scale: float) -> Tensor:
         """A strip's gradient times `scale` in the dtype of its master, in a buffer that the next one overwrites."""
         if self._strip is None or self._strip.numel() < grad.numel() or self._strip.dtype is not like.dtype:
-            self._strip = torch.empty(grad.numel(), dtype=like.dtype, device=like.device)
+            self._strip = host_empty(grad.numel(), like.dtype, pin=False)
         strip = self._strip[: grad.numel()]
         if grad.dtype is not like.dtype or grad.device != like.device:
             grad = strip.copy_(grad)

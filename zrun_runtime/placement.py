@@ -21,8 +21,9 @@ def place(
     trained = [number for number, spec in enumerate(specs) if spec.optimizer_group is not None]
     left = round(share * sum(_numel(specs[number]) for number in trained))
     for number in reversed(trained) if last_first else trained:
-        left -= _numel(specs[number])
-        if left < 0:
+        if left >= _numel(specs[number]) / 2:
+            left -= _numel(specs[number])
+        else:
             optimizer[number] = TierKind.DEVICE
     params = dict.fromkeys(range(len(specs)), plan.params.tier)
     if plan.params.tier is TierKind.NVME:

@@ -41,6 +41,10 @@ class ScriptsWrite:
     _places: list[tuple[int, tuple[int, ...]]]
     _versions: list[int]
 
+    def touched(self) -> bool:
+        """A parameter was written into since its values were shown last; not seen: writing into `p.data`."""
+        return [p._version for p in self.spec.parameters] != self._versions
+
     def edited(self) -> bool:
         """This rank's part of the values was changed."""
         raise NotImplementedError
@@ -90,7 +94,7 @@ class ScriptsWrite:
         """The name of a parameter that was changed since the values came, where such a change is about to be lost."""
         if not self.comes_and_goes or self.residence is not Residence.UNSHARDED:
             return None
-        if self._in_place() and [p._version for p in self.spec.parameters] == self._versions:
+        if self._in_place() and not self.touched():
             return None
         for name, parameter, view in zip(self.spec.names, self.spec.parameters, self.views, strict=True):
             if parameter.data_ptr() != view.data_ptr() and not torch.equal(parameter, view):

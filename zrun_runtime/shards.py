@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zrun_runtime.plan import TierKind
 from zrun_runtime.tiers import FileStore, NvmeTier, slots_of
-from zrun_runtime.tiers.host import Courier, is_host, to_host
+from zrun_runtime.tiers.host import Courier, host_empty, is_host
 
 _NAME = "weights"
 
@@ -61,7 +61,7 @@ class MemoryShard:
     def bring(self, own: Tensor) -> Tensor:
         if self.values.device == own.device:
             return self.values
-        Courier.of(own.device).send(self.values, own)
+        Courier.of(own.device).send(self.values, own, stays=True)
         return own
 
     def keep(self, own: Tensor) -> None:
@@ -120,5 +120,5 @@ def make_shard(own: Tensor, tier: TierKind, disk: NvmeTier | None) -> Shard:
     if tier is TierKind.NVME and disk is not None:
         return FileShard(own, disk)
     if leaves_device(tier, own.device):
-        return MemoryShard(to_host(own, pin=True), is_view=False)
+        return MemoryShard(host_empty(own.numel(), own.dtype, pin=True).copy_(own), is_view=False)
     return MemoryShard(own.clone(), is_view=False)

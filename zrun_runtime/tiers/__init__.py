@@ -21,14 +21,13 @@ class OffloadSettings:
     """How the optimizer's state is kept off the device.
 
     tile_numel: the most elements that are updated at once. disk: for state on NVMe. buffer_count: tiles of it in memory
-    at a time. share: of the elements; the groups whose gradients come last stay on the device. pin: page-lock.
+    at a time. share: of the elements; the groups whose gradients come last stay on the device.
     """
 
     tile_numel: int
     disk: DiskSettings | None = None
     buffer_count: int = 4
     share: float = 1.0
-    pin: bool = True
 
 
 class NvmeTier:
@@ -36,7 +35,7 @@ class NvmeTier:
 
     def __init__(self, settings: DiskSettings, buffer_count: int) -> None:
         self.disk = Disk(settings)
-        self.buffers = Buffers(buffer_count, settings.pin)
+        self.buffers = Buffers(buffer_count)
         self._made = 0
 
     def store(self, label: str, tiling: tuple[int, int], fields: Mapping[str, torch.dtype]) -> FileStore:

@@ -46,7 +46,6 @@ class DiskSettings:
     key: str
     threads: int = 1
     request_bytes: int = REQUEST_BYTES
-    pin: bool = False  # buffers are page-locked, for a device that copies from them
 
 
 class Disk:
@@ -62,7 +61,7 @@ class Disk:
     def _takes_direct(self) -> bool:
         """Try one page. Says so once if the file system only works through the page cache."""
         trial = self.scratch.path / "trial"
-        page = aligned_buffer(PAGE, pin=False).fill_(7)
+        page = aligned_buffer(PAGE).fill_(7)
         try:
             with _opened(trial, os.O_RDWR | os.O_CREAT | os.O_DIRECT) as file:
                 os.pwrite(file, _bytes_of(page), 0)
@@ -182,8 +181,8 @@ def _write_all(file: int, offset: int, source: Tensor) -> None:
         done += count
 
 
-def aligned_buffer(nbytes: int, pin: bool) -> Tensor:
+def aligned_buffer(nbytes: int) -> Tensor:
     """(nbytes,) uint8 in host memory that starts on a page; nbytes is a multiple of a page."""
-    room = host_empty(nbytes + PAGE, torch.uint8, pin)
+    room = host_empty(nbytes + PAGE, torch.uint8, pin=True)
     start = -room.data_ptr() % PAGE
     return room[start : start + nbytes]

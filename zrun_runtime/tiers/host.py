@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zrun_runtime.tiers.ring import Ring
 
-_PIECES = 4  # pieces on their way to the device at a time
+_PIECES, _PIECE_BYTES = 4, 8 * 2**20  # on their way to the device at a time
+_pinning = True  # page-lock memory that a device copies from
 
 
 def is_host(device: torch.device) -> bool:
@@ -19,14 +20,15 @@ def is_host(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
+def allow_pinning(allowed: bool) -> None:
+    """Whether this process may page-lock memory, of which some machines have little. If not, copies do not overlap."""
+    global _pinning
+    _pinning = allowed
+
+
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
     """(numel,) in host memory; pin: page-locked, where there is a device that copies from it."""
-    return torch.empty(numel, dtype=dtype, pin_memory=pin and torch.cuda.is_available())
-
-
-def to_host(values: Tensor, pin: bool) -> Tensor:
-    """A copy in host memory."""
-    return host_empty(values.numel(), values.dtype, pin).copy_(values)
+    return torch.empty(numel, dtype=dtype, pin_memory=pin and _pinning and torch.cuda.is_available())
 
 
 class Courier:
@@ -39,16 +41,16 @@ class Courier:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rings: dict[tuple[int, torch.dtype], Ring[Tensor]] = {}
+        self._staging: Ring[Tensor] = Ring(lambda: host_empty(_PIECE_BYTES, torch.uint8, pin=True), _PIECES)
 
     @classmethod
     def of(cls, device: torch.device) -> Courier:
         """The one of this device."""
         return cls._of.setdefault(device, cls(device))
 
-    def receive(self, source: Tensor, pin: bool) -> tuple[Tensor, Callable[[], None]]:
+    def receive(self, source: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """A copy of `source` in host memory, and what waits until it is there."""
-        target = host_empty(source.numel(), source.dtype, pin)
+        target = host_empty(source.numel(), source.dtype, pin=True)
         if self._stream is None:
             target.copy_(source)
             return target, lambda: None
@@ -63,18 +65,27 @@ class Courier:
 
         return target, wait
 
-    def send(self, values: Tensor, target: Tensor) -> None:
-        """Begin to copy host values into a tensor of the device, in its dtype; `values` may change at once."""
+    def send(self, values: Tensor, target: Tensor, stays: bool = False) -> None:
+        """Begin to copy host values into a tensor of the device, in its dtype.
+
+        stays: they do not change before the device has them; else they may at once.
+        """
         if self._stream is None:
             target.copy_(values)
             return
-        key = values.numel(), target.dtype
-        ring = self._rings.setdefault(key, Ring(lambda: host_empty(*key, pin=True), _PIECES))
-        staging = ring.take().copy_(values)
         self._stream.wait_stream(torch.cuda.current_stream(target.device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(staging, non_blocking=True)
-        ring.give_back(staging, self._stream.record_event().synchronize)
+        if stays and values.dtype is target.dtype:
+            with torch.cuda.stream(self._stream):
+                target.copy_(values, non_blocking=True)
+            return
+        step = _PIECE_BYTES // target.element_size()
+        for start in range(0, values.numel(), step):
+            part, place = values[start : start + step], target[start : start + step]
+            buffer = self._staging.take()
+            staged = buffer[: part.numel() * target.element_size()].view(target.dtype).copy_(part)
+            with torch.cuda.stream(self._stream):
+                place.copy_(staged, non_blocking=True)
+            self._staging.give_back(buffer, self._stream.record_event().synchronize)
 
     def issuing(self, device: torch.device) -> AbstractContextManager[object]:
         """Inside, what is queued on the device comes after what was sent, and after what was queued before."""

@@ -137,9 +137,9 @@ class MemoryStore:
 class Buffers:
     """The buffers that all stores of one disk share: as large as the largest tile, and no more than `count`."""
 
-    def __init__(self, count: int, pin: bool) -> None:
+    def __init__(self, count: int) -> None:
         self.nbytes = 0
-        self.ring: Ring[Tensor] = Ring(lambda: aligned_buffer(self.nbytes, pin), count)
+        self.ring: Ring[Tensor] = Ring(lambda: aligned_buffer(self.nbytes), count)
         # While one tile is computed on, one is written; the others may be read ahead.
         self.ahead = max(count - 2, 1) if count > 1 else 0
         self.coming: dict[tuple[FileStore, int], tuple[Tensor, Callable[[], None]]] = {}  # read ahead, oldest first

@@ -1,0 +1,270 @@
+"""State off the device trains the same, takes no device memory, and a disk that cannot hold it is told of before.
+
+By default each pair of (stage, tiers, accumulation, dtype, world, ...) occurs at least once; ZRUN_TEST_FULL=1 runs the
+whole product.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zrun_runtime
+from zrun_runtime.config import load_config
+from zrun_runtime.errors import OffloadError
+
+from . import offload_uses as uses
+from .compare import distance, flat
+from .offload_uses import Job
+from .pairwise import Row, cover
+from .worlds import World, rank_environment
+
+pytestmark = pytest.mark.slow
+
+Worlds = Callable[..., World]
+MIB = 2**20
+COLUMNS: dict[str, Any] = {
+    "stage": (1, 2, 3),
+    "optimizer_tier": ("cpu", "nvme", "none"),
+    "param_tier": ("none", "nvme", "cpu"),
+    "accumulation": (1, 4),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "apart": (False, True),
+    "world": (2, 1),
+    "strip": (10**9, 128),
+}
+
+
+def _rows() -> list[Row]:
+    if os.environ.get("ZRUN_TEST_FULL"):
+        rows = [dict(zip(COLUMNS, values, strict=True)) for values in product(*COLUMNS.values())]
+    else:
+        rows = cover(COLUMNS)
+    return [r for r in rows if r["stage"] == 3 or r["param_tier"] == "none"]
+
+
+def _label(row: Row) -> str:
+    return "-".join(f"{name}_{value}" for name, value in row.items())
+
+
+_references: dict[tuple[Job, int], list[uses.Found]] = {}
+
+
+def reference(job: Job, size: int, world: Worlds) -> list[uses.Found]:
+    """The run without offload."""
+    key = repr(job.resident), size
+    if key not in _references:
+        _references[key] = world(size).run(uses.train, job=job.resident)
+    return _references[key]
+
+
+def same(job: Job, size: int, world: Worlds) -> list[uses.Found]:
+    """Run a job, and hold it to the run without offload: to the bit where sums are taken in the same order."""
+    wanted = reference(job, size, world)
+    found = world(size).run(uses.train, job=job)
+    assert len({one.weights for one in found}) == 1, "the ranks do not have the same weights"
+    assert set(found[0].states) == set(wanted[0].states)
+    exact = not job.apart or size == 1 or (job.dtype == "fp32" and job.accumulation == 1)
+    if exact:
+        assert [one.losses for one in found] == [one.losses for one in wanted]
+        for ours, theirs in ((found[0].masters, wanted[0].masters), (found[0].states, wanted[0].states)):
+            unequal = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+            assert not unequal, unequal
+        assert found[0].weights == wanted[0].weights
+    else:  # gradients travel to the host in their own dtype before they are added up
+        limit = 1e-6 if job.dtype == "fp32" else 1e-3
+        assert distance(flat(found[0].masters), flat(wanted[0].masters)) < limit
+    return found
+
+
+@pytest.mark.parametrize("row", _rows(), ids=_label)
+def test_offload_changes_nothing(row: Row, world: Worlds, tmp_path: Path) -> None:
+    row = dict(row)
+    size, strip = row.pop("world"), row.pop("strip")
+    on_disk = "nvme" in (row["optimizer_tier"], row["param_tier"])
+    job = Job(path=str(tmp_path) if on_disk else "", zero={"sub_group_size": strip}, **row)
+    found = same(job, size, world)
+    assert (found[0].on_disk > 0) == on_disk
+    assert not os.listdir(tmp_path), "something is left on the disk"
+
+
+@pytest.mark.parametrize("kind", [*sorted(uses.CLIENTS), "Lion", "Lamb"])
+@pytest.mark.parametrize("tier", ("cpu", "nvme"))
+def test_every_kind_of_optimizer_can_be_offloaded(kind: str, tier: str, world: Worlds, tmp_path: Path) -> None:
+    dtype = "bf16" if tier == "nvme" else "fp32"
+    zero = {"sub_group_size": 256}
+    same(Job(kind=kind, optimizer_tier=tier, dtype=dtype, path=str(tmp_path), zero=zero, steps=3), 2, world)
+
+
+@pytest.mark.parametrize("tier", ("cpu", "nvme"))
+def test_a_ratio_keeps_a_share_on_the_device(tier: str, world: Worlds, tmp_path: Path) -> None:
+    half = {"offload_optimizer": {"ratio": 0.5}}
+    job = Job(optimizer_tier=tier, path=str(tmp_path), dtype="bf16", zero=half)
+    some = same(job, 2, world)[0].on_disk
+    everything = same(Job(optimizer_tier=tier, path=str(tmp_path), dtype="bf16"), 2, world)[0].on_disk
+    assert (0 < some < everything) if tier == "nvme" else some == everything == 0
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(("stage", "param_tier"), [(2, "none"), (3, "cpu"), (3, "nvme")])
+@pytest.mark.parametrize("tier", ("cpu", "nvme"))
+def test_the_device_holds_weights_and_buckets_only(
+    stage: int, param_tier: str, tier: str, world: Worlds, tmp_path: Path
+) -> None:
+    """Counted by storages, with the CPU as a device whose memory is apart from the host's."""
+    job = Job(stage=stage, optimizer_tier=tier, param_tier=param_tier, apart=True, dtype="bf16", path=str(tmp_path))
+    for held in world(2).run(uses.hold, job=job):
+        weights = 2 * held.parameters if stage == 2 else 0
+        assert held.device <= 1.05 * weights + MIB
+        # Two groups of weights and one of gradients, the slices that arrive for it, and two on their way to the host.
+        group = 2 * (held.block if stage == 3 else held.parameters // 8)
+        assert held.device_most <= weights + 1.05 * (5 * group) + 2 * MIB
+
+
+def test_nvme_takes_no_more_of_the_host_than_its_buffers(world: Worlds, tmp_path: Path) -> None:
+    count, tile = 3, 16_384
+    zero = {"sub_group_size": tile, "offload_optimizer": {"buffer_count": count}}
+    job = Job(optimizer_tier="nvme", dtype="bf16", apart=True, path=str(tmp_path), zero=zero)
+    for held in world(2).run(uses.hold, job=job):
+        gradients = 2 * held.parameters / 2  # this rank's slices, until the update
+        assert held.host <= 1.1 * count * 12 * tile + 2 * MIB / 8
+        assert held.host_most <= gradients + 1.1 * count * 12 * tile + MIB
+
+
+# ---- disks that cannot, jobs that die, jobs beside each other
+
+
+def test_a_path_that_cannot_be_used_is_told_before_training(world: Worlds, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path, why in ((tmp_path / "nowhere", "does not exist"), (tmp_path / "file", "is not a directory")):
+        for key in ("optimizer_tier", "param_tier"):
+            job = Job(stage=3, path=str(path), **{key: "nvme"})
+            with pytest.raises(OffloadError, match=why):
+                uses.make(job)
+    with pytest.raises(OffloadError, match="cannot write into /proc"):
+        uses.make(Job(optimizer_tier="nvme", path="/proc"))
+
+
+def _python(code: str, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*before, sys.executable, "-c", code, *arguments],
+        env=rank_environment(0, 1, None),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_full_disk_is_told_before_training(tmp_path: Path) -> None:
+    """A file system of 1 MiB, in a mount namespace of its own."""
+    code = (
+        "import subprocess, sys; from tests.distributed.offload_uses import Job, make\n"
+        "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', sys.argv[1]], check=True)\n"
+        "make(Job(optimizer_tier='nvme', dtype='bf16', path=sys.argv[1]))"
+    )
+    job = _python(code, str(tmp_path), before=("unshare", "--user", "--map-root-user", "--mount"))
+    said = job.communicate(timeout=120)[1]
+    assert job.returncode == 1
+    assert "zero_optimization.offload_optimizer.nvme_path: reserving" in said and "No space left on device" in said
+    assert "bytes are free" in said
+
+
+def test_a_killed_job_is_swept_and_a_live_one_is_not(tmp_path: Path) -> None:
+    code = "import sys; from tests.distributed.offload_uses import endless; endless(sys.argv[1])"
+    jobs = [_python(code, str(tmp_path)) for _ in range(2)]
+    try:
+        for job in jobs:
+            assert job.stdout is not None and job.stdout.readline() == "training\n"
+        mine = {job.pid: next(tmp_path.glob(f"zrun-offload.*.{job.pid}-*")) for job in jobs}
+        assert {oct(path.stat().st_mode & 0o777) for path in mine.values()} == {"0o700"}
+        assert {oct(file.stat().st_mode & 0o777) for path in mine.values() for file in path.iterdir()} == {"0o600"}
+        jobs[0].kill()
+        jobs[0].wait()
+        assert mine[jobs[0].pid].exists()
+        engine = uses.make(Job(optimizer_tier="nvme", path=str(tmp_path)))
+        assert not mine[jobs[0].pid].exists(), "the files of the job that was killed are still there"
+        assert mine[jobs[1].pid].exists(), "the files of a job that lives were taken from it"
+        engine.destroy()
+        assert list(tmp_path.iterdir()) == [mine[jobs[1].pid]]
+        assert jobs[1].poll() is None
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate()
+
+
+# ---- what scripts write, what is saved
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "tier", "param_tier", "apart"),
+    [
+        *product(("gathered", "in place"), (2,), ("cpu", "nvme"), ("none",), (False, True)),
+        *product(("gathered", "set"), (3,), ("nvme", "none"), ("nvme",), (False,)),
+    ],
+)
+def test_edits_of_weights_reach_their_masters(
+    how: str, stage: int, tier: str, param_tier: str, apart: bool, world: Worlds, tmp_path: Path
+) -> None:
+    job = Job(
+        stage=stage, optimizer_tier=tier, param_tier=param_tier, apart=apart, dtype="bf16", path=str(tmp_path), clip=0.0
+    )
+    found = world(2).run(uses.edited, job=job, how=how)
+    assert found[0][0] == [True, True]
+    if not apart:
+        assert found == world(2).run(uses.edited, job=job.resident, how=how)
+
+
+@pytest.mark.parametrize(("one", "other"), [(("nvme", "nvme"), ("none", "none")), (("cpu", "none"), ("nvme", "nvme"))])
+def test_checkpoints_do_not_know_of_tiers(
+    one: tuple[str, str], other: tuple[str, str], world: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+
+    def job(tiers: tuple[str, str]) -> Job:
+        return Job(
+            stage=3, optimizer_tier=tiers[0], param_tier=tiers[1], dtype="bf16", path=str(tmp_path / "disk"), clip=0.0
+        )
+
+    how = {"job": job(one), "other": job(other), "directory": str(tmp_path / "saved")}
+    for saved, loaded in world(2).run(uses.saved_and_loaded, **how):
+        assert saved == loaded
+
+
+# ---- what configs say
+
+
+def test_what_has_no_effect_is_said() -> None:
+    def notes(zero: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
+        return {note.path.removeprefix("zero_optimization."): (note.kind, note.text) for note in config.notes}
+
+    assert notes({"stage": 2, "offload_param": {"device": "cpu"}})["offload_param"] == (
+        "no_effect",
+        "it has a meaning at stage 3 only",
+    )
+    assert notes({"stage": 0, "offload_optimizer": {"device": "cpu"}})["offload_optimizer"][0] == "no_effect"
+    assert notes({"stage": 2, "offload_optimizer": {"device": "none"}})["offload_optimizer"][1] == "it is off"
+    assert notes({"stage": 2, "cpu_offload": True})["cpu_offload"] == (
+        "migrated",
+        "is now zero_optimization.offload_optimizer",
+    )
+    with pytest.raises(zrun_runtime.ConfigError, match="device nvme needs a directory"):
+        notes({"stage": 2, "offload_optimizer": {"device": "nvme"}})
+
+
+@pytest.mark.parametrize("zero", [{"cpu_offload": True}, {"offload_param": {"device": "cpu"}}])
+def test_what_people_write_at_lower_levels_trains(zero: dict[str, Any], world: Worlds) -> None:
+    job = Job(stage=2, dtype="bf16", accumulation=4, zero=zero, more={"data_types": {"grad_accum_dtype": "fp32"}})
+    plain = Job(stage=2, dtype="bf16", accumulation=4, more=job.more)
+    assert world(2).run(uses.train, job=job)[0].weights == world(2).run(uses.train, job=plain)[0].weights

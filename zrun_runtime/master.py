@@ -89,10 +89,9 @@ class MasterWeights:
     def _follow(self, values: Tensor, owned: Tensor) -> bool:
         """Where `owned` is not `values` rounded, take it; what was not edited keeps its digits. Was anything edited?"""
         owned = owned.to(values.device)
-        rounded = values.to(owned.dtype)
-        if torch.equal(_bits(rounded), _bits(owned)):
+        if is_host(values.device) and _rounds_to(values, owned):
             return False
-        values.copy_(torch.where(rounded == owned, values, owned.to(values.dtype)))
+        values.copy_(torch.where(values.to(owned.dtype) == owned, values, owned.to(values.dtype)))
         return True
 
     def edit_flag(self) -> Tensor | None:  # () bool, on the device

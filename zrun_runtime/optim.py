@@ -177,7 +177,7 @@ class ShardedOptimizer:
         """Update the elements of one slot and show them; were any edited? See [Note: tiles and strips]."""
         weights, master = weights_of(group), self.homes.master_tile(group, slot, values)
         scalars, size = self.homes.scalars(group), self.homes.strip(group)
-        known = {name: value for name, value in values.items() if name != MASTER}  # the first step fills `values`
+        before = [name for name in values if name != MASTER]  # what is new in one strip is new in every other
         left: dict[str, Any] = {}
         edited = False
         for start in range(0, slot.numel, size):
@@ -188,8 +188,9 @@ class ShardedOptimizer:
                 self._update_whole(group, part, scale)
             else:
                 parameter = nn.Parameter(piece)
-                self.optimizer.state[parameter] = _state_of_strip(known, scalars, start, piece.numel())
-                self._run(group, parameter, self._scaled(part, piece, scale))
+                part_of = {name: values[name][start : start + size] for name in before}
+                self.optimizer.state[parameter] = {**_copies_of(scalars), **part_of}
+                self._run(group, parameter, *self._scaled(part, piece, scale))
                 left = self._keep(slot, values, start, parameter)
             weights.show(piece, first)
         if slot.is_last:
@@ -212,45 +213,50 @@ class ShardedOptimizer:
 
     def _update_whole(self, group: FlatGroup, grad: Tensor, scale: float) -> None:
         """Update a group that is in memory, with its own state."""
-        master, optimizer = master_of(group), self.optimizer
+        master = master_of(group)
         if grad.dtype is not master.dtype:
-            self._run(group, master, self._scaled(grad, master, scale))
-        elif scale == 1.0 or not self._scales_itself():
-            self._run(group, master, grad.mul_(scale) if scale != 1.0 else grad)
+            self._run(group, master, *self._scaled(grad, master, scale))
+        elif scale == 1.0 or self._scales_itself():
+            self._run(group, master, grad, scale)
         else:
-            vars(optimizer)["grad_scale"] = torch.full((), 1.0 / scale, device=grad.device)
-            try:
-                self._run(group, master, grad)
-            finally:
-                del vars(optimizer)["grad_scale"]
+            self._run(group, master, grad.mul_(scale))
 
-    def _run(self, group: FlatGroup, parameter: nn.Parameter, grad: Tensor) -> None:
-        """The optimizer's step on one parameter, with the options of the group's."""
-        options = self.optimizer.param_groups[number_of(group)]
+    def _run(self, group: FlatGroup, parameter: nn.Parameter, grad: Tensor, scale: float = 1.0) -> None:
+        """The optimizer's step on one parameter, with the options of the group's.
+
+        scale: of the gradient, not yet applied; another than 1 for fused kernels only.
+        """
+        optimizer, options = self.optimizer, self.optimizer.param_groups[number_of(group)]
         parameter.grad = grad
         options["params"] = [parameter]
-        if isinstance(self.optimizer, Lamb):
-            self.optimizer.ratios[parameter] = FlatRatios(group)
+        if scale != 1.0:
+            vars(optimizer)["grad_scale"] = torch.full((), 1.0 / scale, device=grad.device)
+        if isinstance(optimizer, Lamb):
+            optimizer.ratios[parameter] = FlatRatios(group)
         try:
-            self.optimizer.step()
+            optimizer.step()
         finally:
             options["params"] = []
             parameter.grad = None
-            if isinstance(self.optimizer, Lamb):
-                del self.optimizer.ratios[parameter]
+            vars(optimizer).pop("grad_scale", None)
+            if isinstance(optimizer, Lamb):
+                del optimizer.ratios[parameter]
 
-    def _scaled(self, grad: Tensor, like: Tensor, scale: float) -> Tensor:
-        """A strip's gradient times `scale` in the dtype of its master, in a buffer that the next one overwrites."""
+    def _scaled(self, grad: Tensor, like: Tensor, scale: float) -> tuple[Tensor, float]:
+        """A strip's gradient in the dtype of its master, and the scale it still needs.
+
+        What had to be cast is in a buffer that the next strip overwrites; a fused kernel may scale that in place.
+        """
         if self._strip is None or self._strip.numel() < grad.numel() or self._strip.dtype is not like.dtype:
             self._strip = host_empty(grad.numel(), like.dtype, pin=False)
         strip = self._strip[: grad.numel()]
         if grad.dtype is not like.dtype or grad.device != like.device:
             grad = strip.copy_(grad)
-        if scale == 1.0:
-            return grad
+        if scale == 1.0 or (grad is strip and self._scales_itself()):
+            return grad, scale
         if self._scales_itself():  # divide as fused kernels do, so that the bits are the same
-            return torch.div(grad, torch.full((), 1.0 / scale, dtype=like.dtype), out=strip)
-        return torch.mul(grad, scale, out=strip)
+            return torch.div(grad, torch.full((), 1.0 / scale, dtype=like.dtype), out=strip), 1.0
+        return torch.mul(grad, scale, out=strip), 1.0
 
     def _scales_itself(self) -> bool:
         """Fused kernels divide by a scale while they read the gradient, which saves a pass over it."""
@@ -279,10 +285,9 @@ class ShardedOptimizer:
         self.homes.write(group, state)
 
 
-def _state_of_strip(known: Values, scalars: dict[str, Any], start: int, numel: int) -> dict[str, Any]:
-    state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-    state.update((name, value[start : start + numel]) for name, value in known.items())
-    return state
+def _copies_of(scalars: dict[str, Any]) -> dict[str, Any]:
+    """Scalars of the state that a step may change in place."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
 
 
 def _refuse_direct_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

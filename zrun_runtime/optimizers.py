@@ -222,7 +222,8 @@ def state_fields(optimizer: Optimizer, number: int, dtype: torch.dtype) -> dict[
 
 def _twin(optimizer: Optimizer, parameter: nn.Parameter, number: int = 0) -> Optimizer:
     """An optimizer of the same kind and the settings of a group over one other parameter."""
-    twin = copy.copy(optimizer)
+    twin: Optimizer = object.__new__(type(optimizer))  # copy.copy would leave out attributes of its own
+    vars(twin).update(vars(optimizer))
     fields = vars(twin)
     fields.pop("step", None)  # a schedule may have wrapped it around the original
     for name, value in list(fields.items()):

@@ -115,7 +115,7 @@ class Job:
 
 @contextmanager
 def device_apart(apart: bool, on_host: Callable[[Tensor], None] = lambda tensor: None) -> Iterator[None]:
-    """Inside, the CPU plays a device with memory of its own. on_host: told of every tensor that is made for the host."""
+    """Inside, the CPU plays a device with memory of its own. on_host: told of each tensor that is made for the host."""
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("zrun_runtime")]
     homes = [module for module in ours if hasattr(module, "is_host")]
     makers = [module for module in ours if hasattr(module, "host_empty")]

@@ -79,7 +79,7 @@ class Module(lightning.LightningModule):
 def fit(directory, stage, accumulation, make, data, rate):
     """stage: of ZeRO; None for Lightning's own DDP.
 
-    With DeepSpeed the loss is divided by the accumulation twice, by Lightning and by the engine; so it is with DDP here.
+    With DeepSpeed both Lightning and the engine divide the loss by the accumulation; so it is with DDP here.
     """
 
     def trainer(steps):

@@ -346,6 +346,12 @@ def test_every_key_that_is_given_is_answered():
     assert "stage 3 only" in found["zero_optimization.stage3_max_live_parameters"][1]
 
 
+def test_a_key_that_needs_another_one():
+    for offload, kind in (({}, "no_effect"), ({"offload_optimizer": {"device": "cpu"}}, "honoured")):
+        found = notes({"zero_optimization": {"stage": 2, "sub_group_size": 1e6, **offload}})
+        assert found["zero_optimization.sub_group_size"][0] == kind
+
+
 def test_every_key_of_the_schema_has_a_default_that_is_accepted_and_a_sentence():
     def look(kind, path):
         for name, field in field_names(kind).items():

@@ -16,7 +16,7 @@ from zrun_runtime.config.notes import Ledger
 from zrun_runtime.config.optimizers import read_optimizer
 from zrun_runtime.config.places import Places
 from zrun_runtime.config.resolved import Config, MonitorsConfig
-from zrun_runtime.config.rules import autocast_dtype_of, check_rules, precision_of
+from zrun_runtime.config.rules import autocast_dtype_of, check_rules, precision_of, tell_of_conditions
 from zrun_runtime.config.schedulers import read_scheduler
 from zrun_runtime.config.schema import Document
 from zrun_runtime.config.source import Source, read_source
@@ -54,6 +54,7 @@ def load_config(
     unresolved = resolve_auto(data, hints, ledger)
     (defer_auto if defer else refuse_auto)(unresolved, ledger)
     document = validate(data, ledger)
+    tell_of_conditions(document, data, ledger)
     report(document, data, ledger)
     check_rules(document, data, ledger)
     batch = _batch(document, world_size or hints.world_size, hints, ledger)

@@ -25,6 +25,18 @@ def autocast_dtype_of(document: Document) -> str | None:
     return document.torch_autocast.dtype or ("bf16" if precision == "fp32" else precision)
 
 
+def tell_of_conditions(document: Document, data: dict[str, Any], ledger: Ledger) -> None:
+    """A note for each key whose effect depends on another one that is not there.
+
+    Args:
+        data: what the user gave, in today's spelling.
+    """
+    written, zero = data.get("zero_optimization"), document.zero_optimization
+    if isinstance(written, dict) and "sub_group_size" in written and zero.offload_optimizer.device == "none":
+        text = "it bounds an update where the optimizer is offloaded; on the device one group is updated at a time"
+        ledger.note("zero_optimization.sub_group_size", "no_effect", text, zero.sub_group_size)
+
+
 def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> None:
     """Add a problem for each contradiction between keys, a note for each default one may not expect.
 

@@ -85,3 +85,10 @@ def test_model_persistence_threshold_bounds_what_stays_in_all(world: Worlds) -> 
     assert some["gathered"][0] < none["gathered"][0]
     assert some["digest"] == none["digest"]
     assert none["notes"][key][0] == "honoured"
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_sub_group_size_bounds_an_update_of_offloaded_state(stage: int, world: Worlds) -> None:
+    for small, middle, large in world(2).run(tuning_uses.tiles, stage=stage, sizes=[500, 5000, 1e9]):
+        assert small[0] > middle[0] >= large[0]
+        assert small[1] == middle[1] == large[1]

@@ -66,3 +66,32 @@ def tuned(rank: int, world: int, *, stage: int, keys: list[dict[str, Any]]) -> l
             }
         )
     return found
+
+
+class Counted(torch.optim.SGD):
+    """Counts how often it is run."""
+
+    runs = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.runs += 1
+        return super().step(closure)
+
+
+def tiles(rank: int, world: int, *, stage: int, sizes: list[float]) -> list[tuple[int, str]]:
+    """(runs of an offloaded optimizer in three steps, digest of the weights) under each sub_group_size."""
+    found = []
+    for size in sizes:
+        torch.manual_seed(0)
+        model = Deep()
+        zero = {"stage": stage, "sub_group_size": size, "offload_optimizer": {"device": "cpu"}}
+        config = {**make_config(stage, Recipe(client=True), {}), "zero_optimization": zero}
+        optimizer = Counted(model.parameters(), **SGD)
+        engine = zrun_runtime.initialize(model=model, config=config, optimizer=optimizer)[0]
+        optimizer.runs = 0
+        for step in range(3):
+            features, classes = Plain().batch(Spot(step, rank, 0))
+            engine.backward(F.cross_entropy(engine(features), classes))
+            engine.step()
+        found.append((optimizer.runs, digest(gathered(engine.module))))
+    return found

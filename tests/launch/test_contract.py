@@ -145,6 +145,8 @@ def test_a_zrun_on_each_host_where_there_is_no_ssh(tmp_path):
         d.all_reduce(t)
         names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE GROUP_RANK GLOO_SOCKET_IFNAME".split()
         print("sum", int(t.item()), *(os.environ[name] for name in names), flush=True)
+        d.barrier()
+        d.destroy_process_group()
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

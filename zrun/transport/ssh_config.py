@@ -50,7 +50,11 @@ _ALGORITHMS: Mapping[str, str] = {
 _SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%][A-Za-z0-9_.:%-]*\Z")  # it goes into a user's ProxyCommand
 _SAFE_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+$-]*\Z")
 _MATCH_EXEC = re.compile(r"(?i)\s*match\s(.*\s)?!?exec\s")
-_EVERY_HOST = ([], ["host", "*"], ["match", "all"])  # the words of blocks in which an Include is as outside of blocks
+_EVERY_HOST: tuple[list[str], ...] = (
+    [],
+    ["host", "*"],
+    ["match", "all"],
+)  # the words of blocks in which an Include is as outside of blocks
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z0-9]+)\s*(?:=|\s)\s*(?P<rest>.*?)\s*\Z")
 
 

@@ -77,6 +77,7 @@ LEVELS = {
     "zrun_runtime.call": 1.0,
     "zrun_runtime.tree": 0.1,
     "zrun_runtime.hook": 0.1,
+    "zrun_runtime.compiled": 0.2,
     "zrun_runtime.ownership": 0.1,
     "zrun_runtime.plan": 1.0,
     "zrun_runtime.distributed": 1.0,

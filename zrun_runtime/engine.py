@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zrun_runtime.accounts import first_nonfinite, state_bytes
 from zrun_runtime.collectives import Collectives
+from zrun_runtime.compiled import keep_hooks_outside, refuse_region
 from zrun_runtime.config import Config
 from zrun_runtime.data import LoaderOptions, build_loader
 from zrun_runtime.engine_checkpoint import EngineCheckpoint
@@ -91,6 +92,7 @@ class Engine(EngineCheckpoint):
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if self.formation is not None and not in_backward():
             self.formation.follow()
+        keep_hooks_outside([self.module])
         try:
             with autocast(self.settings, self.device, not self.zero.settings.plan.shards_params):
                 return self.module(*args, **kwargs)
@@ -333,12 +335,8 @@ class Engine(EngineCheckpoint):
         Raises:
             EngineError: parameters come and go between uses, which compiled code would not see.
         """
-        if self.zero.settings.plan.shards_params:
-            raise EngineError(
-                "compile: sharded parameters come and go inside the forward, which compiled code does not see",
-                "compile the blocks before initialize(), or use a plan that keeps parameters whole (ZeRO 2)",
-            )
         options = {**(compile_kwargs or {}), **({"backend": backend} if backend else {})}
+        refuse_region("", self.module, [unit.module for unit in self.zero.holder.calls])
         self.module.compile(**options)
 
     @property

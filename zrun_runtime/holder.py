@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zrun_runtime.compiled import keep_hooks_outside
 from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.grouping import Unit
@@ -86,7 +87,7 @@ class ShardHolder:
         self._forward_order = Order(self.groups, prefetch_numel, live_numel)
         self._backward_order = Order(self.groups, prefetch_numel, live_numel)
         self._open: list[_Call] = []
-        self._calls: dict[Unit, list[_Call]] = {}
+        self.calls: dict[Unit, list[_Call]] = {}  # of every unit whose parameters come and go: its forwards under way
         self._last_unit: Unit | None = None  # whose forward is the last to end, as far as is known
         self.expected = Expected()
         self._handles: list[Any] = []
@@ -108,7 +109,8 @@ class ShardHolder:
 
         handle = unit.module.register_forward_hook(Hook(after), always_call=True)
         self._handles += [unit.module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True), handle]
-        self._calls[unit] = []
+        self.calls[unit] = []
+        keep_hooks_outside([unit.module])
 
     # ---- holding
 
@@ -166,7 +168,7 @@ class ShardHolder:
 
     def _before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         call = _Call(unit)
-        self._calls[unit].append(call)
+        self.calls[unit].append(call)
         call.brings = self.hold(unit.groups)
         if call.brings and not in_backward():
             if self._last_unit is not None and self._forward_order.ended is self._last_unit:
@@ -182,7 +184,7 @@ class ShardHolder:
         args, kwargs, marked = _replaced(args, kwargs, _viewed)
         if not marked:
             marked = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not marked and call.unit.diverges:
+        if not marked and call.unit.diverges and any(group.master is not None for group in call.unit.groups):
             args, kwargs, marked = _replaced(args, kwargs, _with_gradient)
             if not marked:
                 self._keep.update(call.unit.groups)
@@ -193,9 +195,9 @@ class ShardHolder:
         return args, kwargs
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
-        if not self._calls[unit]:
+        if not self.calls[unit]:
             return  # a hook before ours raised
-        call = self._calls[unit].pop()
+        call = self.calls[unit].pop()
         awaits_backward = self._hook_outputs(call, output) if torch.is_grad_enabled() else False
         if in_backward() or not self.root_depth:
             keep = awaits_backward and in_backward()
@@ -255,6 +257,7 @@ class ShardHolder:
         """The model's forward begins; what an earlier one left is put away."""
         self.root_depth += 1
         if self.root_depth == 1 and not in_backward():
+            keep_hooks_outside(unit.module for unit in self.calls)
             self.reset()
             self._forward_order.restart()
 
@@ -274,7 +277,7 @@ class ShardHolder:
     def abandon_forward(self) -> None:
         """The model's forward was left in a way after which torch runs no hooks."""
         self.root_depth = 0
-        for calls in self._calls.values():
+        for calls in self.calls.values():
             calls.clear()
         self.reset()
 

@@ -37,10 +37,11 @@ class Hook:
     """A hook on a module. A copy of the module, or a pickle of it, has one that does nothing."""
 
     def __init__(self, action: Callable[..., Any]) -> None:
-        self._action = action
+        self.action = action
+        self.called_outside = False  # by a CompiledCall, so that the compiled region does not contain it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._action(*args, **kwargs)
+        return None if self.called_outside else self.action(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook(_do_nothing)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from zrun_runtime.compiled import keep_hooks_outside, refuse_wide_regions
 from zrun_runtime.holder import ShardHolder
 from zrun_runtime.hook import Hook, gives_gradients, hook_first, in_backward
 from zrun_runtime.reducer import GradReducer
@@ -36,6 +37,8 @@ class ModelHooks:
             model.register_forward_pre_hook(Hook(self._before), prepend=True),
             model.register_forward_hook(Hook(self._after), always_call=True),
         ]
+        keep_hooks_outside([model])
+        refuse_wide_regions(model, [unit.module for unit in holder.calls])
 
     def _before(self, model: nn.Module, args: Any) -> None:
         if self._outer != -1 and not in_backward():

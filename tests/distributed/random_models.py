@@ -99,6 +99,7 @@ class Builder:
         self.made: list[nn.Module] = []  # what may be shared, in the order of its making
         self.weights: list[nn.Linear] = []  # whose weight may be borrowed or tied
         self.diverging = 0  # ranks may differ in what they run of the node that is built
+        self.repeating = 0  # it is in a checkpoint
 
     def build(self, node: Node) -> nn.Module:
         makers = {name.replace(" ", "_"): getattr(self, "_" + name.replace(" ", "_")) for name in LEAVES + INNER}
@@ -125,6 +126,8 @@ class Builder:
         return Part(lambda self, x: x + self.norm(x), norm=nn.LayerNorm(SIZE, eps=0.1))
 
     def _batch_norm(self, node: Node) -> nn.Module:
+        if self.repeating:
+            return self._norm(node)  # a checkpoint that repeats its forward counts a batch twice
         return Part(lambda self, x: x + self.norm(x), norm=nn.BatchNorm1d(SIZE, eps=0.1))
 
     def _attention(self, node: Node) -> nn.Module:
@@ -163,7 +166,9 @@ class Builder:
         return part
 
     def _again(self, node: Node) -> nn.Module:
-        return self.made[node.number % len(self.made)] if self.made else self._linear(node)
+        module = self.made[node.number % len(self.made)] if self.made else self._linear(node)
+        differs = any(getattr(m, "differs", False) or isinstance(m, nn.BatchNorm1d) for m in module.modules())
+        return self._linear(node) if differs and self.repeating else module
 
     # ---- inner nodes
 
@@ -187,17 +192,23 @@ class Builder:
 
     def _checkpoint(self, node: Node) -> nn.Module:
         kind = self.case.reentrant
-        return Part(lambda self, x: checkpoint(self.inner, x, use_reentrant=kind), inner=self._one(node))
+        self.repeating += 1
+        part = Part(lambda self, x: checkpoint(self.inner, x, use_reentrant=kind), inner=self._one(node))
+        self.repeating -= 1
+        return part
 
     def _sometimes(self, node: Node) -> nn.Module:
         clock = self.clock
         return Part(lambda self, x: self.inner(x) if (clock.turn + node.number) % 2 else x + 0, inner=self._one(node))
 
     def _on_some_ranks(self, node: Node) -> nn.Module:
+        if self.repeating:
+            return self._leaf(node)  # when a checkpoint repeats its forward depends on what is used in it
         clock = self.clock
         self.diverging += 1
         part = Part(lambda self, x: self.inner(x) if clock.rank == node.number % 2 else x, inner=self._one(node))
         self.diverging -= 1
+        part.differs = True
         set_z3_leaf_module(part, True)
         return part
 

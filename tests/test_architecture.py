@@ -120,6 +120,7 @@ LEVELS = {
     "zrun_runtime.accounts": 4.2,
     "zrun_runtime.formation": 4.2,
     "zrun_runtime.consolidate": 4.2,
+    "zrun_runtime.parking": 4.2,
     "zrun_runtime.early": 4.0,
     "zrun_runtime.leaves": 4.0,
     "zrun_runtime.casting": 4.1,

@@ -122,6 +122,7 @@ class Engine(EngineCheckpoint):
         """
         if self.updater is None:
             raise EngineError("backward: nothing is trained", "give initialize an optimizer, or parameters that train")
+        self._needs_states("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise EngineError(
                 f"backward: expected a scalar loss with a graph, got {_describe(loss)}",
@@ -167,6 +168,7 @@ class Engine(EngineCheckpoint):
         Args:
             lr_kwargs: passed on to the scheduler's `step`.
         """
+        self._needs_states("step")
         if self.window.held:
             raise EngineError("step: inside no_sync() gradients are not reduced", "call step after the context")
         boundary = self.window.at_boundary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from zrun_runtime.accumulation import AccumulationControl
 from zrun_runtime.consolidate import load_module_state_dict, module_state_dict
 from zrun_runtime.errors import EngineError
+from zrun_runtime.parking import Parking
 
 
 class EngineState(AccumulationControl):
@@ -19,6 +21,11 @@ class EngineState(AccumulationControl):
 
     module: nn.Module
     training_dataloader: Any = None  # what `initialize` made of its training_data
+
+    @cached_property
+    def parking(self) -> Parking:
+        """Where `offload_states` puts what it moves."""
+        return Parking(self.zero)
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -91,6 +98,42 @@ class EngineState(AccumulationControl):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As `load_module_state_dict`; returns nothing."""
         return self.load_module_state_dict(state_dict, strict)
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state from the device to the host until `reload_states`; forwards may run meanwhile, training may not.
+
+        Args:
+            include: of optim_states, hp_params (master weights), lp_params (shards), lp_grads, contiguous_grad_buffer;
+                None: all. Gradients do not exist between steps; weights that are whole between uses stay.
+            device: "cpu"; "none" does nothing. non_blocking has no effect.
+
+        Raises:
+            EngineError: another device, nothing is trained, or gradients wait for a step.
+        """
+        kind = str(getattr(device, "value", device))
+        if kind == "none":
+            return
+        if kind != "cpu":
+            raise EngineError(f"offload_states: device {kind!r} is not possible", 'use "cpu", or offload in the config')
+        if self.updater is None:
+            raise EngineError("offload_states: nothing is trained, so there is no such state")
+        self.parking.park(include, pin_memory)
+
+    def _needs_states(self, name: str) -> None:
+        if self.parking.occupied:
+            raise EngineError(
+                f"{name}: state was moved to the host by offload_states()", "call reload_states() before it"
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved."""
+        self.parking.leave()
 
     def empty_partition_cache(self) -> None:
         """Free full values of sharded parameters that nobody holds."""

@@ -73,6 +73,10 @@ class MasterWeights:
         if not self.apart:
             self.parameter.data = owned
 
+    def put(self, values: Tensor) -> None:
+        """The values, apart from what the model sees, are here now."""
+        self.parameter.data = values
+
     def take_edits(self, owned: Tensor | None = None) -> None:
         """Follow what was edited in `owned`, given if that is on a disk. Values on a disk do when they are fetched."""
         if self.elsewhere:

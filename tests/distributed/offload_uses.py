@@ -358,3 +358,26 @@ def saved_and_loaded(rank: int, world: int, *, job: Job, other: Job, directory: 
             marks.append(digest(masters(engine.module)))
             engine.destroy()
     return marks[0], marks[1]
+
+
+def parked(rank: int, world: int, *, job: Job) -> tuple[int, int, str, str]:
+    """Move state to the host and back between two steps: bytes made for the host, before and after; what a step says
+    in between; digest of the masters after one more."""
+    made: list[int] = []
+    with device_apart(job.apart, lambda tensor: made.append(tensor.nbytes)):
+        engine = make(job, seed=rank)
+        run_steps(engine, job, rank, range(2))
+        before = sum(made)
+        engine.offload_states()
+        after, said = sum(made), ""
+        with torch.no_grad():
+            engine(torch.zeros(2, 6, dtype=torch.long))
+        try:
+            engine.step()
+        except zrun_runtime.EngineError as error:
+            said = str(error)
+        engine.reload_states()
+        run_steps(engine, job, rank, range(2, 4))
+        mark = digest(masters(engine.module))
+        engine.destroy()
+    return before, after, said, mark

@@ -25,6 +25,7 @@ from . import offload_uses as uses
 from .compare import distance, flat
 from .offload_uses import Job
 from .pairwise import Row, cover
+from .training import digest
 from .worlds import World, rank_environment
 
 pytestmark = pytest.mark.slow
@@ -239,6 +240,16 @@ def test_checkpoints_do_not_know_of_tiers(
     how = {"job": job(one), "other": job(other), "directory": str(tmp_path / "saved")}
     for saved, loaded in world(2).run(uses.saved_and_loaded, **how):
         assert saved == loaded
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_state_is_moved_for_a_phase_and_back(stage: int, world: Worlds) -> None:
+    job = Job(stage=stage, dtype="bf16", apart=True)
+    wanted = reference(job, 2, world)[0].masters
+    for before, after, said, mark in world(2).run(uses.parked, job=job):
+        assert after - before >= 12 * sum(value.numel() for value in wanted.values()) / 2  # masters and two moments
+        assert "reload_states" in said
+        assert mark == digest(wanted)
 
 
 # ---- what configs say

@@ -45,7 +45,7 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
     for name, parameter in model.named_parameters():
         wanted = parameter.dtype
         if policy.param_dtype is not None and parameter.is_floating_point():
-            wanted = torch.float32 if name in kept else policy.param_dtype
+            wanted = torch.float32 if id(parameter) in kept else policy.param_dtype
         refuse_to_cast(name, parameter, wanted)
         if early_shard(parameter) is not None:
             recast_early(parameter, wanted)
@@ -57,8 +57,8 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
             buffer.data = buffer.data.to(world.device, cast or buffer.dtype)
 
 
-def kept_in_fp32(model: nn.Module, config: Config) -> set[str]:
-    """The names of parameters in the modules that `keep_in_fp32_modules` names. "auto": those the model names itself.
+def kept_in_fp32(model: nn.Module, config: Config) -> set[int]:
+    """The ids of parameters in the modules that `keep_in_fp32_modules` names. "auto": those the model names itself.
 
     A name is a part of a module's path, or several with dots; * stands for anything within a part.
     """
@@ -69,13 +69,13 @@ def kept_in_fp32(model: nn.Module, config: Config) -> set[str]:
         return _matching(model, _of_the_model(model, config.precision))
     found = set()
     for pattern in wanted:
-        names = _matching(model, {pattern})
-        if not names:
+        matching = _matching(model, {pattern})
+        if not matching:
             raise ConfigError(
                 f"data_types.keep_in_fp32_modules: the model has no module {pattern}",
                 "names are parts of a module's path, such as norm, blocks.0 or layer*",
             )
-        found |= names
+        found |= matching
     return found
 
 
@@ -87,9 +87,9 @@ def _of_the_model(model: nn.Module, precision: str) -> set[str]:
     return found
 
 
-def _matching(model: nn.Module, patterns: set[str]) -> set[str]:
+def _matching(model: nn.Module, patterns: set[str]) -> set[int]:
     if not patterns:
         return set()
     words = "|".join(re.escape(pattern).replace(r"\*", "[^.]*") for pattern in sorted(patterns))
     path = re.compile(rf"(^|\.)({words})(\.|$)")
-    return {name for name, _ in model.named_parameters() if path.search(name)}
+    return {id(p) for name, p in model.named_parameters(remove_duplicate=False) if path.search(name)}

@@ -75,7 +75,7 @@ def _needed(check: Check) -> Argument:
     return Argument(check, required=True)
 
 
-_FACTOR, _POWER = Argument(number()), Argument(number())
+_FACTOR = Argument(number())
 _LAST = {"last_epoch": Argument(whole(-1))}
 TORCH_SCHEDULERS: dict[str, dict[str, Argument]] = {
     "ConstantLR": {"factor": Argument(number(0, 1)), "total_iters": Argument(whole()), **_LAST},
@@ -122,7 +122,7 @@ TORCH_SCHEDULERS: dict[str, dict[str, Argument]] = {
         "three_phase": Argument(flag),
         **_LAST,
     },
-    "PolynomialLR": {"total_iters": Argument(whole(1)), "power": _POWER, **_LAST},
+    "PolynomialLR": {"total_iters": Argument(whole(1)), "power": _FACTOR, **_LAST},
     "StepLR": {"step_size": _needed(whole(1)), "gamma": _FACTOR, **_LAST},
 }
 _OF_THE_PROGRAM = {

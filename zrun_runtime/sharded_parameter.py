@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zrun_runtime.errors import ParameterError
 
 
-class ZeroParamStatus(Enum):
+class ZeroParamStatus(IntEnum):
     """Where the values of a parameter are, in DeepSpeed's words."""
 
     AVAILABLE = 1
@@ -171,6 +171,12 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _unreadable(_records[self].label, "pickle")
+
+
+def name_as_whole(parameter: nn.Parameter) -> None:
+    """Give a parameter that may be sharded the names of a placeholder, which hides them while it is one."""
+    status = int(ZeroParamStatus.AVAILABLE)  # a plain number: these go into whatever saves the parameter with its state
+    vars(parameter).update(ds_id=id(parameter), ds_status=status, ds_numel=parameter.numel(), ds_shape=parameter.shape)
 
 
 def adopt(parameter: nn.Parameter, label: str, view: Tensor, owner: Owner) -> None:

@@ -28,7 +28,7 @@ from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
-from zrun_runtime.sharded_parameter import ShardedParameter, take_values
+from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
 from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings
 from zrun_runtime.window import Window
 
@@ -79,6 +79,8 @@ class ZeroModel:
         self.gradient_order: list[str] | None = None  # names of trained parameters; None until the first update
         self.removed = False
         self.edits = Edits(collectives.world.rank)
+        for parameter in self.managed.values() if settings.plan.shards_params else ():
+            name_as_whole(parameter)
         self.groups = self.build(self.specs(self.managed))
         self.where = self._index()
         self.share_the_rest()

@@ -125,6 +125,44 @@ def optimizers(run):
     return found
 
 
+def asks(run, stage):
+    """What LLaVA's scripts and TRL ask of parameters and of the optimizer, in their way."""
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    model = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    named = hasattr(model[0].weight, "ds_id")
+    found = {"named": named, "whole": [], "numel": getattr(model[0].weight, "ds_numel", model[0].weight.numel())}
+    for parameter, other in zip(model.parameters(), make().parameters(), strict=True):
+        if hasattr(parameter, "ds_id") and parameter.ds_status != ZeroParamStatus.AVAILABLE:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                whole = parameter.data.detach().cpu().clone()
+                assert parameter.ds_status == ZeroParamStatus.AVAILABLE
+        else:
+            whole = parameter.detach().cpu().clone()
+        found["whole"].append(torch.equal(whole, other))
+    offload = getattr(optimizer, "parameter_offload", None)
+    if offload is not None:
+        with deepspeed.zero.GatheredParameters(engine.parameters()):
+            for _, parameter in [*offload.module.named_parameters(), *offload.module.ds_external_parameters()]:
+                parameter.ds_active_sub_modules.clear()
+            for hook in offload.forward_hooks + offload.backward_hooks:
+                hook.remove()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            for _ in range(1 + RANK):  # ranks may do different things
+                found["alone"] = list(model(FEATURES[:2]).shape)
+            offload._register_deepspeed_module(offload.module)
+    engine.backward(engine(FEATURES[:4]).sum())
+    engine.step()
+    return found
+
+
 # ---- accelerate
 
 

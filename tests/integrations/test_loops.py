@@ -23,6 +23,7 @@ CASES = [
     case("unwrapped"),
     *(case("classic", stage=stage) for stage in STAGES),
     case("optimizers"),
+    *(case("asks", stage=stage) for stage in (2, 3)),
     *(case("accelerate", stage=stage) for stage in STAGES),
     *(case("accelerate", stage=stage, accumulation=2) for stage in (1, 2, 3)),
     case("accelerate", stage=2, offload="cpu"),
@@ -68,6 +69,14 @@ def test_optimizers_by_deepspeeds_names(found: Any) -> None:
     assert same(losses["coupled"], losses["Adam"]) and not same(losses["Adam"], losses["AdamW"])
     assert same(losses["DeepSpeedCPUAdagrad"], losses["Adagrad"])
     assert losses["DeepSpeedCPULion"] == losses["FusedLion"] != losses["FusedLamb"]
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_scripts_ask_of_parameters(stage: int, found: Any) -> None:
+    mine = found[case("asks", stage=stage)]
+    assert mine["named"] == (stage == 3) and mine["numel"] == 8 * 32
+    assert all(mine["whole"])
+    assert mine.get("alone", [2, 4]) == [2, 4] and ("alone" in mine) == (stage == 3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zrun_runtime
 from zrun_runtime.integrations.comm import check_accelerate, init_distributed
+from zrun_runtime.integrations.optimizers import ParameterOffload
 from zrun_runtime.integrations.utils import log_dist
 
 
@@ -38,7 +39,7 @@ def initialize(
     log_dist(f"DeepSpeed info: version={zrun_runtime.__version__} of zrun", ranks=[0])
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_accelerate()
-    return zrun_runtime.initialize(
+    built = zrun_runtime.initialize(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -52,6 +53,10 @@ def initialize(
         mesh_param=mesh_param,
         config_params=config_params,
     )
+    engine, stepped = built[:2]
+    if stepped is not None and engine.zero_optimization_partition_weights():
+        vars(stepped)["parameter_offload"] = ParameterOffload()
+    return built
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -6,7 +6,7 @@ what it says of DeepSpeed's, the classes of the wrappers ask the engine that dri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -136,6 +136,27 @@ class FusedLamb(Lamb):
                 "gradients are clipped by gradient_clipping of the config",
             )
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, max_coeff, min_coeff)
+
+
+class ParameterOffload:
+    """What TRL takes hooks off from before it generates with gathered weights, and puts them on again after that.
+
+    There is nothing to take off: gathered weights stay gathered, whatever modules run.
+    """
+
+    class _NoModule:
+        def named_parameters(self, recurse: bool = True) -> Iterator[Any]:
+            return iter(())
+
+        ds_external_parameters = named_parameters
+
+    def __init__(self) -> None:
+        self.module = self._NoModule()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Has no effect."""
 
 
 class _Asks(type):

@@ -69,9 +69,11 @@ class Loader:
     def __init__(self, trainer: Trainer, settings: CheckpointConfig, rendezvous: Rendezvous) -> None:
         self.trainer, self.settings, self.meeting = trainer, settings, rendezvous
         self.world = trainer.collectives.world
+        self._seen: dict[Path, Survey] = {}  # by this call
 
     def load(self, path: Path, tag: object, wanted: Wanted, fallback: bool) -> tuple[str | None, Any]:
         """See Engine.load_checkpoint. (directory that was loaded, client state), or (None, {}) if there is none."""
+        self._seen.clear()
         roles: list[Role] = ["model", "optimizer"] if wanted.moments and self.trainer.updater else ["model"]
         if tag is None and (path / MANIFEST).is_file() and not (path / LATEST).exists():
             path, tag = path.absolute().parent, path.absolute().name  # the directory of one checkpoint was given
@@ -129,6 +131,7 @@ class Loader:
                 raise CheckpointError(
                     f"{path / tag}: {manifest.file_of['model', rank].name} is missing", "it is on another host's disk"
                 )
+        self._seen[path / tag] = found
         return found
 
     def _other(
@@ -177,7 +180,7 @@ class Loader:
         return None
 
     def _reader(self, path: Path, tag: str, roles: Sequence[Role]) -> CheckpointReader:
-        found = self._look(path, tag, roles)
+        found = self._seen.get(path / tag) or self._look(path, tag, roles)
         return CheckpointReader(path / tag, found.manifest, None if found.complete else found.nodes)
 
     def _restore(self, path: Path, tag: str, roles: Sequence[Role], wanted: Wanted) -> Any:

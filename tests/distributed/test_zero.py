@@ -162,7 +162,7 @@ def test_estimates_are_those_of_this_runtime(capsys: pytest.CaptureFixture[str])
     two, three = zero.estimate_zero2_model_states_mem_needs, zero.estimate_zero3_model_states_mem_needs
 
     def near(found: tuple[int, ...], *each: float) -> bool:
-        return all(abs(n / billion - e) < 0.015 for n, e in zip(found, each, strict=True))  # beside some buffers
+        return all(abs(n / billion - e) < 0.03 for n, e in zip(found, each, strict=True))  # beside some buffers
 
     assert near(two(billion, 4, 2, cpu_offload=True), 4 * 4 * 1.5, 2)  # the model as it is built, on every rank
     assert near(two(billion, 1, 1, cpu_offload=True), 14 * 1.5, 2)

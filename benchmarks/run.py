@@ -14,7 +14,17 @@ from typing import Any
 from common import BenchmarkError, Promise, Report, parser, table, words
 
 # gpu_check belongs to a machine with a GPU and runs only when it is named.
-BENCHMARKS = ("launch_time", "many_hosts", "traffic", "memory", "checkpoint", "fake_world", "overhead", "step_time")
+BENCHMARKS = (
+    "launch_time",
+    "many_hosts",
+    "traffic",
+    "memory",
+    "checkpoint",
+    "fake_world",
+    "offload",
+    "overhead",
+    "step_time",
+)
 
 
 def run(name: str, full: bool) -> Report | str:

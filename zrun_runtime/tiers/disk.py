@@ -55,7 +55,6 @@ class Disk:
         self.settings = settings
         self.scratch = Scratch(settings.path, settings.key)
         self.direct = self._takes_direct()
-        self.allocated = 0  # bytes of all files
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="zrun-disk")
 
     def _takes_direct(self) -> bool:
@@ -89,14 +88,11 @@ class Disk:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise self._failed(f"reserving {nbytes:,} bytes for", path, error) from error
-        self.allocated += nbytes
         return path
 
     def delete(self, path: Path) -> None:
         """Give back a file's space."""
-        with contextlib.suppress(FileNotFoundError):
-            self.allocated -= path.stat().st_size
-            path.unlink()
+        path.unlink(missing_ok=True)
 
     def read(self, path: Path, offset: int, into: Tensor) -> Callable[[], None]:
         """Begin to fill `into` (uint8, an aligned buffer or a part of whole pages). Returns what waits for it."""

@@ -27,7 +27,7 @@ from zrun_runtime.precision import DtypePolicy
 from zrun_runtime.savings import savings
 from zrun_runtime.schedules import build_scheduler
 from zrun_runtime.telemetry import notice
-from zrun_runtime.tiers import REQUEST_BYTES, DiskSettings, OffloadSettings
+from zrun_runtime.tiers import REQUEST_BYTES, DiskSettings, OffloadSettings, on_every_rank
 from zrun_runtime.tiers.host import allow_pinning
 from zrun_runtime.window import Window
 from zrun_runtime.zero_model import ZeroModel, ZeroSettings
@@ -181,7 +181,10 @@ def _updater(
             for number, options in enumerate(groups)
         ]
         optimizer = build_optimizer(config.optimizer.type, config.optimizer.params, masters)
-    return ShardedOptimizer(optimizer, zero.groups, zero.settings.offload)
+    made, offload = optimizer, zero.settings.offload
+    if offload is None or offload.disk is None:
+        return ShardedOptimizer(made, zero.groups, offload)
+    return on_every_rank(lambda: ShardedOptimizer(made, zero.groups, offload), zero.agree)
 
 
 def _scheduler(lr_scheduler: Any, updater: ShardedOptimizer | None, config: Config, world: World) -> Any:

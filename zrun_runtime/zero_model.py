@@ -29,7 +29,7 @@ from zrun_runtime.plan import StatePlan
 from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
-from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings
+from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings, on_every_rank
 from zrun_runtime.window import Window
 
 
@@ -114,7 +114,9 @@ class ZeroModel:
     def _disk(self) -> NvmeTier | None:
         """Where shards are between uses, if on a disk."""
         disk = self.settings.shard_disk if self.settings.plan.shards_params else None
-        return NvmeTier(disk, self.settings.shard_buffers) if disk is not None else None
+        if disk is None:
+            return None
+        return on_every_rank(lambda: NvmeTier(disk, self.settings.shard_buffers), self.agree)
 
     def build(self, specs: Sequence[GroupSpec], plan: StatePlan | None = None) -> list[FlatGroup]:
         """Groups that have the values of their parameters, by this plan or the model's. A collective."""

@@ -381,3 +381,12 @@ def parked(rank: int, world: int, *, job: Job) -> tuple[int, int, str, str]:
         mark = digest(masters(engine.module))
         engine.destroy()
     return before, after, said, mark
+
+
+def refused(rank: int, world: int, *, job: Job) -> str:
+    """What initialize says if rank 1 alone names a path that is not there."""
+    try:
+        make(replace(job, path=f"{job.path}/nowhere") if rank == 1 else job)
+    except zrun_runtime.ZeroRuntimeError as error:
+        return str(error)
+    return ""

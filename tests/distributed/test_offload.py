@@ -156,6 +156,13 @@ def test_a_path_that_cannot_be_used_is_told_before_training(world: Worlds, tmp_p
         uses.make(Job(optimizer_tier="nvme", path="/proc"))
 
 
+@pytest.mark.parametrize("key", ("optimizer_tier", "param_tier"))
+def test_one_rank_without_its_disk_stops_all(key: str, world: Worlds, tmp_path: Path) -> None:
+    said = world(2).run(uses.refused, job=Job(stage=3, path=str(tmp_path), **{key: "nvme"}))
+    assert "another rank cannot use its disk" in said[0]
+    assert "nowhere does not exist" in said[1]
+
+
 def _python(code: str, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*before, sys.executable, "-c", code, *arguments],

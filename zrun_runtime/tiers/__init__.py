@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from zrun_runtime.errors import OffloadError
 from zrun_runtime.tiers.disk import REQUEST_BYTES, Disk, DiskSettings
 from zrun_runtime.tiers.stores import Buffers, FileStore, MemoryStore, Slot, Store, Values, slots_of, stream
 
 __all__ = [
     "REQUEST_BYTES", "Buffers", "DiskSettings", "FileStore", "MemoryStore", "NvmeTier", "OffloadSettings", "Slot",
-    "Store", "Values", "slots_of", "stream",
+    "Store", "Values", "on_every_rank", "slots_of", "stream",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,3 +54,21 @@ class NvmeTier:
     def close(self) -> None:
         """Remove all files."""
         self.disk.close()
+
+
+def on_every_rank(action: Callable[[], T], agree: Callable[[bool], bool]) -> T:
+    """Do something that a disk may refuse: on every rank, or on none.
+
+    agree: whether all ranks are fine, given whether this one is; a collective.
+
+    Raises:
+        OffloadError: some rank's disk refused.
+    """
+    failed, result = None, None
+    try:
+        result = action()
+    except OffloadError as error:
+        failed = error
+    if not agree(failed is None) or result is None:
+        raise failed or OffloadError("another rank cannot use its disk for offload; it says why")
+    return result

@@ -8,12 +8,14 @@ Each case writes one JSON line to FILE on rank 0. --plain: without DeepSpeed, as
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
@@ -182,6 +184,7 @@ def resume(run, stage, kind="none"):
     ds = config(stage, optimizer=kind == "both", scheduler=kind == "both")
     saving = {**both, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     first = run.fit(ds, **saving)
+    consolidated = _consolidated(run)
     best, loss = first.state.best_model_checkpoint, first.evaluate()["eval_loss"]
     whole = history(first)[:-1]
     del first
@@ -194,8 +197,18 @@ def resume(run, stage, kind="none"):
         "checkpoints": sorted(path.name for path in run.directory.glob("checkpoint-*")),
         "best": Path(best).name,
         "best loss": loss,
+        "consolidated": consolidated,
         "least": min(log["eval_loss"] for log in whole if "eval_loss" in log),
     }
+
+
+def _consolidated(run):
+    """The weights in a checkpoint are those that the model was saved with beside it."""
+    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+    directory = run.directory / "checkpoint-6"
+    loaded = load_state_dict_from_zero_checkpoint(GPT2LMHeadModel(GPT2Config(**SHAPE)), str(directory)).state_dict()
+    return all(torch.equal(value, loaded[name]) for name, value in load_file(directory / "model.safetensors").items())
 
 
 def pretrained(run, stage, dtype=""):
@@ -216,6 +229,25 @@ def pretrained(run, stage, dtype=""):
     trainer = Trainer(model=model, args=arguments, train_dataset=DATA, eval_dataset=DATA[:8])
     trainer.train()
     return {**found, "history": history(trainer)}
+
+
+def memory(run, stage):
+    """Host memory of this rank alone that from_pretrained leaves in use, against the size of the model."""
+    base = run.directory / "large"
+    if run.rank == 0:
+        GPT2LMHeadModel(GPT2Config(**{**SHAPE, "n_embd": 512, "n_layer": 6})).save_pretrained(base)
+        (base / "done").touch()
+    while not (base / "done").exists():
+        time.sleep(0.05)
+    arguments = run.arguments(config(stage))
+    gc.collect()
+    before = psutil.Process().memory_full_info().uss
+    model = GPT2LMHeadModel.from_pretrained(base)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what is free, and only kept for the next allocation, does not count
+    used = psutil.Process().memory_full_info().uss - before
+    kept = arguments, model  # transformers shards as long as the arguments live
+    return {"used": used, "model": (base / "model.safetensors").stat().st_size, "objects": len(kept)}
 
 
 def from_config(run, stage):

@@ -50,6 +50,8 @@ deepspeed.utils: logger log_dist groups RepeatingLoader safe_get_full_fp32_param
 deepspeed.utils.logging: logger log_dist
 deepspeed.utils.groups: _get_data_parallel_world_size _get_sequence_parallel_world_size _get_sequence_parallel_rank
 deepspeed.utils.torch: required_torch_version
+deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
+    convert_zero_checkpoint_to_fp32_state_dict
 deepspeed.checkpoint.utils: clone_tensors_for_torch_save
 deepspeed.checkpointing: configure checkpoint is_configured
 deepspeed.accelerator: get_accelerator is_current_accelerator_supported
@@ -68,6 +70,7 @@ deepspeed.runtime.pipe.topology: PipeDataParallelTopology
 deepspeed.monitor.monitor: MonitorMaster
 deepspeed.launcher.multinode_runner: PDSHRunner
 deepspeed.profiling.flops_profiler: FlopsProfiler get_model_profile
+deepspeed.utils.zero_to_fp32: get_optim_files
 deepspeed.elasticity: compute_elastic_config
 deepspeed.sequence.layer: DistributedAttention
 """

@@ -30,6 +30,7 @@ MINE = [
     *(case("bad_gradient", stage=stage) for stage in (0, 3)),
     *(case("pretrained", stage=stage) for stage in (2, 3)),
     case("pretrained", stage=3, dtype="bf16"),
+    case("memory", stage=3),
     case("from_config", stage=3),
     case("evaluate_only", stage=3),
 ]
@@ -139,6 +140,12 @@ def test_from_pretrained(stage: int, mine: Any, plain: Any) -> None:
     assert close(found["history"], [log for log in plain["train"]["history"] if "loss" in log])
 
 
+def test_from_pretrained_leaves_a_rank_its_share(mine: Any) -> None:
+    found = mine[case("memory", stage=3)]
+    assert found["model"] > 70e6
+    assert found["used"] <= 0.5 * found["model"] + 15e6
+
+
 def test_from_pretrained_in_half_precision(mine: Any) -> None:
     found = mine[case("pretrained", stage=3, dtype="bf16")]
     assert found["sharded"] and found["tied"] and found["dtype"] == "torch.bfloat16"
@@ -174,6 +181,7 @@ def test_going_on_with_a_config_that_has_both_optimizer_and_schedule(saved: Any)
 def _check_resumed(found: Any) -> None:
     assert found["checkpoints"] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert close(found["resumed"], found["whole"], 0.0)
+    assert found["consolidated"]
     assert found["best loss"] == found["least"], "the best model was loaded at the end"
 
 

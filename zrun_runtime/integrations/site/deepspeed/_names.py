@@ -131,6 +131,11 @@ HERE: dict[str, dict[str, str]] = {
     "utils.tensor_fragment": _SAFE,
     "utils.torch": _each(f"{_OURS}.utils", "required_torch_version"),
     "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": _each(
+        f"{_RUNTIME}.checkpoint.export",
+        "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+        "convert_zero_checkpoint_to_fp32_state_dict",
+    ),
     "zero": {**_BUILDING, **_ESTIMATES["zero2"], **_ESTIMATES["zero3"]},
 }
 
@@ -139,7 +144,7 @@ REASONS = {
     "compression": "compression and quantization of models are not part of training. Not planned; use torchao.",
     "curriculum": "data order is the script's business. Not planned.",
     "elastic": "use `zrun --max_restarts` with --min_nodes: the batch size is kept. This interface is not planned.",
-    "export": "consolidated weights come from engine.state_dict(), or from `zrun checkpoint export DIR`. Planned.",
+    "export": "a checkpoint has other files here: `zrun checkpoint export DIR` writes its weights. Not planned.",
     "groups": "expert and model parallel groups: every rank is a data-parallel rank. Not planned.",
     "hybrid": "the hybrid engine joins training to an inference engine. Not planned.",
     "inference": "this is a training runtime. Not planned; use vLLM or transformers.",

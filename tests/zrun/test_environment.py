@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -57,6 +58,16 @@ def test_nothing_of_another_launcher_is_passed_on():
     base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_LOGS": "x"}
     env = worker_environment(SPEC, 0, base, cores=8)
     assert "TORCHELASTIC_USE_AGENT_STORE" not in env and env["TORCH_LOGS"] == "x"
+
+
+def test_being_deepspeed():
+    spec = dataclasses.replace(SPEC, as_deepspeed=True, environment={"PYTHONPATH": "/mine"})
+    found = worker_environment(spec, 0, {"CUDA_VISIBLE_DEVICES": "0"}, 8)
+    facade, _, own = found["PYTHONPATH"].partition(os.pathsep)
+    assert own == "/mine"
+    assert (Path(facade) / "deepspeed" / "__init__.py").is_file()
+    assert found["CUDA_VISIBLE_DEVICES"] == "", "on the CPU trainers must see no GPU"
+    assert "PYTHONPATH" not in worker_environment(SPEC, 0, {}, 8)
 
 
 def test_the_history_of_the_job_is_told():

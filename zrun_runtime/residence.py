@@ -91,7 +91,10 @@ class ScriptsWrite:
                 )
 
     def disturbed(self) -> str | None:
-        """The name of a parameter that was changed since the values came, where such a change is about to be lost."""
+        """The name of a parameter that was written since the values came, where a change is about to be lost.
+
+        Every rank finds the same: what is in its own slice does not matter.
+        """
         if not self.comes_and_goes or self.residence is not Residence.UNSHARDED:
             return None
         if self._in_place() and not self.touched():
@@ -100,4 +103,4 @@ class ScriptsWrite:
             if parameter.data_ptr() != view.data_ptr() and not torch.equal(parameter, view):
                 return name
         changed = [p._version != version for p, version in zip(self.spec.parameters, self._versions, strict=True)]
-        return self.spec.names[changed.index(True)] if any(changed) and self.edited() else None
+        return self.spec.names[changed.index(True)] if any(changed) else None

@@ -94,6 +94,7 @@ LEVELS = {
     "zrun_runtime.tiers": 2.0,
     "zrun_runtime.flat_group": 3.0,
     "zrun_runtime.edits": 3.1,
+    "zrun_runtime.unfit": 3.1,
     "zrun_runtime.grouping": 3.1,
     "zrun_runtime.departures": 3.05,
     "zrun_runtime.reducer": 3.1,

@@ -30,6 +30,7 @@ from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
 from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings, on_every_rank
+from zrun_runtime.unfit import refuse_unfit
 from zrun_runtime.window import Window
 
 
@@ -95,6 +96,8 @@ class ZeroModel:
             ParameterError: something that is to be trained cannot be sharded, or another engine has it.
         """
         named = manageable(self.model.named_parameters(), imagined=self.collectives.world.imagined)
+        if not self.collectives.world.imagined:
+            refuse_unfit(self.model, named, self.collectives.world.size)
         trained = {n: p for n, p in named.items() if p.requires_grad and id(p) in self.optimizer_groups}
         others = {n for n, p in named.items() if home_of(p) not in (None, self)}
         for name in others & set(trained):

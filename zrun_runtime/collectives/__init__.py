@@ -87,6 +87,7 @@ class Collectives:
         ticket: of the group; see Transport.
         out: SHARDED: (shard_numel,), set to (or increased by) this rank's slice. REPLICATED: `full` itself.
         """
+        self._ledger.check_process()
         size, rank = self.world.size, self.world.rank
         own = full.chunk(size)[rank]
         if target is Layout.SHARDED:
@@ -126,6 +127,7 @@ class Collectives:
         """
         if self.world.size == 1:
             return self._transport.all_gather(full, own, ticket)
+        self._ledger.check_process()
         self._count("all_gather", full)
         return self.checked(self._transport.all_gather(full, own, ticket), ticket)
 

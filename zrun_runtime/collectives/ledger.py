@@ -11,6 +11,7 @@ The exchange is one 64-byte message to each peer: on loopback 0.1 ms, where a sm
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from zrun_runtime.collectives.transport import finish
 from zrun_runtime.distributed import World
-from zrun_runtime.errors import RanksDivergedError
+from zrun_runtime.errors import DistributedError, RanksDivergedError
 
 SLOTS = 8  # float64 numbers of one message: the ticket and up to seven values
 _TAG = 3 << 28  # the tags of exchanges; see collectives/gloo.py for the other streams
@@ -55,6 +56,7 @@ class Ledger:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._process = os.getpid()
         self._labels: list[str] = []
         self._sequence = 0
         self._unsettled: deque[Exchange] = deque()
@@ -64,9 +66,22 @@ class Ledger:
         self._labels.append(label)
         return len(self._labels) - 1
 
+    def check_process(self) -> None:
+        """Messages of a fork would be taken for those of its rank.
+
+        Raises:
+            DistributedError: this is one.
+        """
+        if os.getpid() != self._process:
+            raise DistributedError(
+                f"rank {self.world.rank}: this process was forked off it (a data loader's worker?), and is no rank",
+                "give workers a model that is not sharded: a copy from before initialize(), or of engine.state_dict()",
+            )
+
     def exchange(self, ticket: int, values: Sequence[float] = ()) -> Exchange:
         """Say a ticket and up to seven values, and hear those of all ranks."""
         world, group = self.world, self.world.control
+        self.check_process()
         said = torch.zeros(SLOTS, dtype=torch.float64)
         said[0] = ticket
         if values:

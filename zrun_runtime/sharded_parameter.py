@@ -127,11 +127,14 @@ class ShardedParameter(nn.Parameter):
                     continue
                 if name == "detach":
                     return _detached(parameter)
+                if prop == "data" and name == "__get__" and isinstance(owner, Lender):
+                    return parameter  # so that `p.data.normal_()` comes back here
                 writes = name.endswith("_") and not name.endswith("__")
                 if not (isinstance(owner, Lender) and (writes or name == "equal")):
                     raise _unreadable(_records[parameter].label, prop or name)
                 if not stack.enter_context(owner.lend(parameter, writes)):
                     return parameter
+                stack.enter_context(torch.no_grad())
             return func(*args, **kwargs)
 
     # Names by which DeepSpeed's scripts know a sharded parameter and ask it for its true size.

@@ -119,7 +119,8 @@ def edited_before_initialize(rank: int, world: int, *, stage: int) -> dict[str, 
         nn.init.constant_(model.head.weight, 0.25)
         read = float(model.head.weight.sum())
     outside = _said(lambda: model.head.weight.sum()) if world > 1 else ""
-    nn.init.constant_(model.head.bias, 0.5 + rank)  # as every rank does it, it is done
+    nn.init.constant_(model.head.bias, -1.0)  # as every rank does it, it is done
+    model.head.bias.data.fill_(0.5 + rank)
     before = {name: value.clone() for name, value in _whole(model).items()}
     for prefix, module in model.named_modules():  # one module at a time; sets differ in order between ranks
         with zero.GatheredParameters(set(module.parameters(recurse=False)), modifier_rank=0):

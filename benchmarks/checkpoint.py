@@ -33,15 +33,16 @@ import zrun_runtime
 
 SHORT = ["--rounds", "3"]
 MIB = 2**20
+SMALL = {"many": 10_000, "fewer": 2_000}  # parameters
 EXPORT_SHARD = 100 * 10**6  # bytes
 
 
 class Many(nn.Module):
-    """10,000 small parameters."""
+    """So many small parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(torch.randn(1000)) for _ in range(10_000))
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(1000)) for _ in range(count))
 
     def forward(self) -> Tensor:
         return torch.stack([value[0] for value in self.values]).square().mean()
@@ -78,10 +79,10 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 def build(kind: str) -> Any:
     """An engine that has made one step, so that there are moments."""
-    model = Many() if kind == "many" else GPT(SIZES[kind])
+    model = Many(SMALL[kind]) if kind in SMALL else GPT(SIZES[kind])
     config = zero_config(1, 1)
     engine, *_ = zrun_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
-    if kind == "many":
+    if kind in SMALL:
         engine.backward(engine())
     else:
         tokens, wanted = next(iter(token_batches(SIZES[kind], rank=dist.get_rank())))
@@ -156,7 +157,7 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options."""
     made = parser(__doc__)
     made.add_argument("--rounds", type=int, default=7, help="pairs of each kind")
-    made.add_argument("--kinds", default="110m,many", help="110m, 33m, many")
+    made.add_argument("--kinds", default="110m,many", help="110m, 33m, many, fewer")
     made.add_argument("--directory", help="on the disk that is meant; default: the temporary one")
     return made.parse_args(arguments)
 
@@ -170,13 +171,13 @@ def bench(arguments: Sequence[str]) -> Report:
         with tempfile.TemporaryDirectory(prefix="zrun-bench-", dir=options.directory) as scratch:
             with progress(kind):
                 ranks = run_ranks("checkpoint:measure", {"kind": kind, "rounds": options.rounds, "directory": scratch})
-            peak = export_peak(Path(scratch, str(options.rounds - 1), "ours")) if kind != "many" else None
+            peak = export_peak(Path(scratch, str(options.rounds - 1), "ours")) if kind not in SMALL else None
         data[kind] = ranks
         slowest = {key: [max(r[key][i][0] for r in ranks) for i in range(options.rounds)] for key in ranks[0]}
         extra = {key: max(r[key][i][1] for r in ranks for i in range(options.rounds)) for key in ranks[0]}
         for key, seconds in slowest.items():
             rows.append((f"{kind}: {key}", statistics.median(seconds), extra[key]))
-        limit = 0.2 if kind == "many" else 1.15
+        limit = 0.2 if kind in SMALL else 1.15
 
         def ratio(one: str, other: str, found: dict[str, list[float]] = slowest) -> float:
             return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))

@@ -126,8 +126,10 @@ def frozen_base(rank: int, world: int, *, stages: tuple[int, int], recipe: Recip
     models = Actor(base).to(recipe.dtype), Actor(base).to(recipe.dtype)
     twins = copy.deepcopy(nn.ModuleList(models))
     alone = [Alone(twin, lambda masters: sgd(masters[-2:])) for twin in twins]
+    for model in models:
+        model.float()  # the engines cast
     engines = [
-        engine_over(model.float(), stage, recipe, sgd(model.head.parameters()))
+        engine_over(model, stage, recipe, sgd(model.head.parameters()))
         for model, stage in zip(models, stages, strict=True)
     ]
     reference = zrun_runtime.initialize(

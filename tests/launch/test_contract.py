@@ -229,7 +229,7 @@ def test_a_port_that_is_taken(tmp_path):
         (["script"], ["did you mean script.py"]),
         (["scirpt.py"], ["did you mean script.py"]),
         (["nowhere/script.py"], ["no directory"]),
-        (["plan"], ["no script plan", "command"]),
+        (["nothing"], ["no script nothing", "command"]),
         (["--num_gpus", "0", "script.py"], ["num_gpus"]),
         (["--num_gpu", "2", "script.py"], ["--num_gpu", "num_gpus"]),
         (["--frobnicate"], ["--frobnicate"]),

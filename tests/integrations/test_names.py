@@ -73,6 +73,8 @@ deepspeed.profiling.flops_profiler: FlopsProfiler get_model_profile
 deepspeed.utils.zero_to_fp32: get_optim_files
 deepspeed.elasticity: compute_elastic_config
 deepspeed.sequence.layer: DistributedAttention
+deepspeed.runtime.config_utils: DeepSpeedConfigModel
+deepspeed.utils.numa: get_numactl_cmd
 """
 
 

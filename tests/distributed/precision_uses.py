@@ -61,9 +61,14 @@ class Small(torch.nn.Module):
         return self.head(self.stem(x))
 
 
-def scripted(rank: int, world: int, *, stage: int, scripts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+RISING = {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}}  # its rate tells how far the schedule is
+
+
+def scripted(
+    rank: int, world: int, *, stage: int, scripts: list[tuple[str, dict[str, Any]]], scheduler: dict[str, Any] = RISING
+) -> list[dict[str, Any]]:
     """Scripted overflows (the digit of the rank that has one, or .) under settings of fp16: what the engine makes of
-    each. The rate of a step tells how far the schedule is."""
+    each."""
     found = []
     torch.manual_seed(0)
     state = Small().state_dict()
@@ -74,7 +79,7 @@ def scripted(rank: int, world: int, *, stage: int, scripts: list[tuple[str, dict
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": None,
             "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-            "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}},
+            "scheduler": scheduler,
             "zero_optimization": {"stage": stage},
             "fp16": {"enabled": True, **fp16},
         }

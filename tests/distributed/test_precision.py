@@ -108,6 +108,28 @@ def test_two_hundred_scripts_of_overflows_follow_the_rules(stage: int, size: int
         assert 5 < ended < 190, "some end at the minimum, some do not"
 
 
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 5}),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 9}),
+        ("WarmupCosineLR", {"warmup_num_steps": 3, "total_num_steps": 9}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2}),
+        ("OneCycle", {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}),
+    ],
+)
+def test_a_skipped_step_holds_every_schedule(stage: int, kind: str, options: dict[str, Any], world: Worlds) -> None:
+    skipping, plain = ".0..00...", "........."
+    scripts = [(pattern, {"loss_scale": 8.0}) for pattern in (skipping, plain)]
+    scheduler = {"type": kind, "params": options}
+    for found in world(2).run(precision_uses.scripted, stage=stage, scripts=scripts, scheduler=scheduler):
+        held, curve = ([rate for *_, rate in script["steps"]] for script in found)
+        applied = [skipping[: step + 1].count(".") for step in range(len(skipping))]
+        assert len(set(curve)) > 4
+        assert held == [curve[count - 1] for count in applied]
+
+
 @pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_one_rank_in_one_micro_batch_skips_on_all(stage: int, size: int, world: Worlds) -> None:

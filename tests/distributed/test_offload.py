@@ -105,6 +105,13 @@ def test_every_kind_of_optimizer_can_be_offloaded(kind: str, tier: str, world: W
     same(Job(kind=kind, optimizer_tier=tier, dtype=dtype, path=str(tmp_path), zero=zero, steps=3), 2, world)
 
 
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("tier", ("cpu", "nvme"))
+@pytest.mark.parametrize("model", ("unused_on_all_ranks", "unused_on_some_ranks"))
+def test_parameters_without_a_gradient(model: str, tier: str, stage: int, world: Worlds, tmp_path: Path) -> None:
+    same(Job(stage=stage, optimizer_tier=tier, model=model, clip=0.1, path=str(tmp_path)), 2, world)
+
+
 @pytest.mark.parametrize("tier", ("cpu", "nvme"))
 def test_a_ratio_keeps_a_share_on_the_device(tier: str, world: Worlds, tmp_path: Path) -> None:
     half = {"offload_optimizer": {"ratio": 0.5}}

@@ -71,7 +71,7 @@ def init_distributed(
 
     The parameters are those of `deepspeed.init_distributed`; `auto_mpi_discovery`, `verbose` and `config` have no
     effect here. A world of one gets a process group too when an address for it is known, so that scripts may call
-    `torch.distributed` themselves.
+    `torch.distributed` themselves. A group made here is destroyed when the process ends.
 
     Raises:
         DistributedError: the environment is contradictory, or the group cannot be built.
@@ -85,6 +85,7 @@ def init_distributed(
             f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun"
         )
     backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if wants_cuda() else "gloo")
+    atexit.register(_destroy)  # torch may abort a process that ends with its group alive
     if world_size == 1 and init_method is None and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -112,7 +113,6 @@ def current_world() -> World:
     """The world as it is now; builds the process group when the environment speaks of several ranks."""
     if not dist.is_initialized():
         init_distributed()
-        atexit.register(_destroy)
     group = dist.group.WORLD
     if group is None:
         raise DistributedError("the default process group is gone", "call zrun_runtime.init_distributed() first")

@@ -160,64 +160,48 @@ class ParameterOffload:
 
 
 class _Asks(type):
-    """The class of classes whose instances are the optimizers of certain engines."""
+    """The class of classes whose instances are the optimizers of the engines that `drives` says yes to."""
+
+    drives: Callable[[Engine], bool]
 
     def __instancecheck__(cls, instance: Any) -> bool:
         engine = engine_of(instance)
         return engine is not None and bool(cls.drives(engine))
 
-    drives: Callable[[Engine], bool]
-
 
 class DeepSpeedOptimizer(metaclass=_Asks):
     """The optimizer of any engine."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return True
+    drives = staticmethod(lambda engine: True)
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
     """That of an engine that shards something."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return engine.zero_optimization()
+    drives = staticmethod(lambda engine: engine.zero_optimization())
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """That of an engine that shards, but not the parameters."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return engine.zero_optimization() and not engine.zero_optimization_partition_weights()
+    drives = staticmethod(
+        lambda engine: engine.zero_optimization() and not engine.zero_optimization_partition_weights()
+    )
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """That of an engine that shards parameters too."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return engine.zero_optimization_partition_weights()
+    drives = staticmethod(lambda engine: engine.zero_optimization_partition_weights())
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
     """That of an engine with fp16 parameters that shards nothing."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return engine.fp16_enabled() and not engine.zero_optimization()
+    drives = staticmethod(lambda engine: engine.fp16_enabled() and not engine.zero_optimization())
 
 
 class BF16_Optimizer(DeepSpeedOptimizer):
     """That of an engine with bf16 parameters that shards nothing."""
 
-    @staticmethod
-    def drives(engine: Engine) -> bool:
-        """Whether this engine's optimizer is meant."""
-        return engine.bfloat16_enabled() and not engine.zero_optimization()
+    drives = staticmethod(lambda engine: engine.bfloat16_enabled() and not engine.zero_optimization())

@@ -66,7 +66,6 @@ class EngineCheckpoint(EngineState):
         tag = f"global_step{self.global_steps}" if tag is None else tag
         state = client_state if client_state is not None else {}
         request = Request(_directory(save_dir), tag, state, save_latest, exclude_frozen_parameters)
-        self.zero.edits.take_back(self.zero.groups)
         self._saver.save(request, trouble)
         return True
 

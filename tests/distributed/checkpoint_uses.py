@@ -56,9 +56,14 @@ class SmallNet(Net):
 
 
 def config_of(
-    stage: int, dtype: str = "fp32", accumulation: int = 1, tier: str = "none", **more: Any
+    stage: int,
+    dtype: str = "fp32",
+    accumulation: int = 1,
+    tier: str = "none",
+    param_tier: str | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """tier: where optimizer state is, and at stage 3 parameters: none, cpu or nvme."""
+    """tier: where optimizer state is: none, cpu or nvme. param_tier: of parameters; None: at stage 3 as `tier`."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
@@ -68,13 +73,14 @@ def config_of(
         "steps_per_print": None,
         "checkpoint": {"timeout": 20},
     }
-    if dtype != "fp32":
+    if dtype == "autocast":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bf16"}
+    elif dtype != "fp32":
         config[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
-    if tier != "none":
-        home = {"device": tier, "nvme_path": tempfile.gettempdir()}
-        config["zero_optimization"]["offload_optimizer"] = home
-        if stage == 3:
-            config["zero_optimization"]["offload_param"] = home
+    param_tier = param_tier or (tier if stage == 3 else "none")
+    for key, device in (("offload_optimizer", tier), ("offload_param", param_tier)):
+        if device != "none":
+            config["zero_optimization"][key] = {"device": device, "nvme_path": tempfile.gettempdir()}
     for key, value in more.items():
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
     return config

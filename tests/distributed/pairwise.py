@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -17,13 +17,25 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
     return set(combinations(row.items(), 2))
 
 
-def cover(columns: Mapping[str, Sequence[Any]], fixed: Iterable[Row] = ()) -> list[Row]:
+def whole(columns: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+    """Every row that is allowed."""
+    rows = (dict(zip(columns, values, strict=True)) for values in product(*columns.values()))
+    return [row for row in rows if allowed(row)]
+
+
+def cover(
+    columns: Mapping[str, Sequence[Any]],
+    fixed: Iterable[Row] = (),
+    allowed: Callable[[Row], bool] = lambda row: True,
+) -> list[Row]:
     """Rows that cover all pairs, greedily: first one for each partly given row in `fixed`, then what is missing.
 
     Ties are broken by chance, always the same, so that three columns do not march in step.
+
+    allowed: whether a row, whole or of some columns only, can be part of what is asked for.
     """
     order = {column: index for index, column in enumerate(columns)}
-    missing = set().union(*(pairs_of(dict(zip(columns, values, strict=True))) for values in product(*columns.values())))
+    missing = set().union(*map(pairs_of, whole(columns, allowed)))
     uses: Counter[Pair] = Counter()
     chance = random.Random(0)
     rows: list[Row] = []
@@ -37,7 +49,8 @@ def cover(columns: Mapping[str, Sequence[Any]], fixed: Iterable[Row] = ()) -> li
     def add(row: Row) -> None:
         for column, values in columns.items():
             if column not in row:
-                row[column] = max(values, key=lambda value: worth(row, column, value))
+                fitting = [value for value in values if allowed({**row, column: value})]
+                row[column] = max(fitting, key=lambda value: worth(row, column, value))
         rows.append({column: row[column] for column in columns})
         missing.difference_update(pairs_of(rows[-1]))
         uses.update(pairs_of(rows[-1]))

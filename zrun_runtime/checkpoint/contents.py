@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from zrun_runtime.zero_model import ZeroModel
 
 # Options of an optimizer that say how it computes, not what: those of the engine that loads stay.
 HOW_IT_COMPUTES = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
+# Where the parameters of a group are in it, which never changes.
+_places: WeakKeyDictionary[FlatGroup, tuple[StoredParameter, ...]] = WeakKeyDictionary()
 
 
 class Trainer(Protocol):
@@ -112,15 +115,16 @@ def collect(trainer: Trainer, client_state: Any, exclude_frozen: bool) -> Conten
             continue
         found.groups.append(_describe(flat, trainer.updater))
         found.flats.append(flat)
-    for name, parameter in trainer.module.named_parameters():
-        if id(parameter) in grouped:
+    for name, parameter, first in all_names(trainer.module):
+        if name != first:
+            found.aliases[canonical(name)] = canonical(first)
+        if name != first or id(parameter) in grouped:
             continue
         if exclude_frozen and not parameter.requires_grad:
             found.left_out.append(canonical(name))
             continue
         found.shared.append(OwnTensor("parameter", canonical(name), _storable(name, parameter)))
     found.gradient_order = tuple(map(canonical, zero.gradient_order or ()))
-    found.aliases = aliases_of(trainer.module)
     for name, buffer in persistent_buffers(trainer.module):
         found.own.append(OwnTensor("buffer", canonical(name), _storable(name, buffer)))
     tensors: dict[str, Tensor] = {}
@@ -133,21 +137,22 @@ def collect(trainer: Trainer, client_state: Any, exclude_frozen: bool) -> Conten
 def _describe(flat: FlatGroup, updater: ShardedOptimizer | None) -> StoredGroup:
     kinds = updater.state_dtypes(flat) if updater is not None and flat.master is not None else {}
     kinds = {MASTER: kinds[MASTER], **kinds} if MASTER in kinds else {PARAM: flat.full.dtype}
-    parameters = [
-        StoredParameter(
-            name=canonical(name),
-            shape=tuple(view.shape),
-            offset=offset,
-            strides=None if view.is_contiguous() else tuple(view.stride()),
+    if flat not in _places:  # thousands of small objects, made once: a background save waits for them
+        _places[flat] = tuple(
+            StoredParameter(
+                name=canonical(name),
+                shape=tuple(view.shape),
+                offset=offset,
+                strides=None if view.is_contiguous() else tuple(view.stride()),
+            )
+            for name, view, offset in zip(flat.spec.names, flat.views, flat.layout.offsets, strict=True)
         )
-        for name, view, offset in zip(flat.spec.names, flat.views, flat.layout.offsets, strict=True)
-    ]
     scalars = updater.homes.scalars(flat) if updater is not None and flat.master is not None else {}
     return StoredGroup(
         label=canonical(flat.spec.label),
         padded_numel=flat.layout.padded_numel,
         kinds={kind: NAMES[dtype] for kind, dtype in kinds.items()},
-        parameters=tuple(parameters),
+        parameters=_places[flat],
         optimizer_group=flat.spec.optimizer_group,
         scalars=encode(scalars, f"the optimizer's state of {flat.spec.label}", {}) if scalars else None,
     )
@@ -173,15 +178,16 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+def all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """(a name, its parameter, the first name of that) for every name that a parameter has."""
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, parameter, first.setdefault(id(parameter), name)
+
+
 def aliases_of(module: nn.Module) -> dict[str, str]:
     """The further names of tied parameters -> the first."""
-    first: dict[int, str] = {}
-    found = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            found[canonical(name)] = canonical(known)
-    return found
+    return {canonical(name): canonical(first) for name, _, first in all_names(module) if name != first}
 
 
 def extra_state_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

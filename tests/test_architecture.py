@@ -74,6 +74,7 @@ LEVELS = {
     "zrun_runtime.layout": 0.1,
     "zrun_runtime.config": 0.1,
     "zrun_runtime.telemetry": 0.1,
+    "zrun_runtime.uncaught": 0.2,
     "zrun_runtime.call": 1.0,
     "zrun_runtime.tree": 0.1,
     "zrun_runtime.hook": 0.1,

@@ -63,6 +63,7 @@ TRAVELLING_PREFIXES = (
     "TRITON",
     "UCX",
     "WANDB",
+    "ZRUN_TRACEBACK",
 )
 # Though they begin so: they speak of this machine, or of a job that this one runs inside of.
 STAYING = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_")

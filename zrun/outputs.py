@@ -15,11 +15,14 @@ _LAST_LINES = 20  # of stderr, where there is no traceback
 _NEAR_END = 100  # lines that may follow a traceback which still is the reason
 
 _HEADER = re.compile(r"(?:\[rank\d+\]: ?)?[ +|]*(?:Exception Group )?Traceback \(most recent call last\):")
+# zrun_runtime says an error of its own in this line and indented ones.
+_SHORT = re.compile(r"(?:\[rank\d+\]: ?)?zrun_runtime: \w+: ")
 _FATAL = re.compile(r"(?:\[rank\d+\]: ?)?Fatal Python error: ")
+_BY_THE_WAY = "Exception ignored in"  # at the end of the interpreter; never why it ends
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 # What differs between ranks that fail alike: addresses and numbers, except the line numbers of the code.
-_RANK_NOISE = re.compile(r"0x[0-9a-fA-F]+|(?<!line )(?<!\w)\d+|(?<=rank)\d+")
+_RANK_NOISE = re.compile(r"0x[0-9a-fA-F]+|(?<!line )(?<!\.py:)(?<!\w)\d+|(?<=rank)\d+")
 
 
 @dataclass(frozen=True)
@@ -161,15 +164,29 @@ class Allowance:
         self._closed = True
 
 
+def begins_last_words(line: str) -> bool:
+    """Whether a line of stderr may be the first of why its process ends: a traceback, or what stands for one."""
+    return any(pattern.match(line) for pattern in (_HEADER, _SHORT))
+
+
 def last_traceback(stderr: str) -> str:
-    """The last traceback in the tail of a stderr, with the exceptions it is chained to; empty if there is none."""
+    """The last traceback in the tail of a stderr, with the exceptions it is chained to; empty if there is none.
+
+    An error of zrun_runtime that was said without one counts as well.
+    """
     lines = stderr.splitlines()
-    start = next((i for i in range(len(lines) - 1, -1, -1) if _HEADER.match(lines[i]) or _FATAL.match(lines[i])), None)
+    start = next((i for i in range(len(lines) - 1, -1, -1) if _begins_a_reason(lines, i)), None)
     if start is None or len(lines) - _last_frame(lines, start) > _NEAR_END:
         return ""
     while (chained := _chained_to(lines, start)) is not None:
         start = chained
     return _shorten(_RANK_PREFIX.sub("", "\n".join(lines[start:])).strip("\n"))
+
+
+def _begins_a_reason(lines: list[str], at: int) -> bool:
+    if at and _RANK_PREFIX.sub("", lines[at - 1]).startswith(_BY_THE_WAY):
+        return False
+    return begins_last_words(lines[at]) or _FATAL.match(lines[at]) is not None
 
 
 def last_words(stderr: str) -> str:
@@ -180,13 +197,16 @@ def last_words(stderr: str) -> str:
 def likeness(traceback: str) -> str:
     """A key that is the same for ranks that failed alike: the traceback without what only differs by rank."""
     lines = _RANK_PREFIX.sub("", traceback).splitlines()
-    if lines and _HEADER.match(lines[0]):
+    if lines and begins_last_words(lines[0]):
         lines = lines[: _last_frame(lines, 0) + 1]
     return _RANK_NOISE.sub("#", "\n".join(lines))
 
 
 def _last_frame(lines: list[str], start: int) -> int:
     """The index of the line that names the exception: the first one after the frames."""
+    if _SHORT.match(lines[start]):
+        more = range(start + 1, len(lines))
+        return next((at for at in more if not _RANK_PREFIX.sub("", lines[at]).startswith("  ")), len(lines)) - 1
     end = start
     for at in range(start, len(lines)):
         text = _RANK_PREFIX.sub("", lines[at])

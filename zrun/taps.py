@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 from zrun.channel import Outbox
@@ -23,7 +24,7 @@ _CHUNK = 256 * 1024
 _TAIL = 64 * 1024  # bytes of the end of a stream that are kept for its last words
 _BURST = 20_000.0  # lines that may be shown at once; also of a short table that a script prints
 _RATE = 4_000.0  # lines a second that all streams of a host may go on with
-_TROUBLE = b"Traceback (most recent call last)"
+_TROUBLE = re.compile(rb"Traceback \(most recent call last\)|^(?:\[rank\d+\]: )?zrun_runtime: \w+: ", re.MULTILINE)
 _ONE_TROUBLE = 1.0  # seconds in which several tracebacks are one, with its chain
 _DRAIN_LIMIT = 16 * 1024 * 1024  # bytes; more than a pipe holds comes from a child that still writes
 _EVENT_LIMIT = MAX_LINE_BYTES // 2  # bytes of a line; passed on it may become a little longer
@@ -84,7 +85,7 @@ class OutputTap(Tap):
         if said:
             outbox.put(Notice(self.rank, "warning", said))
         self.tail = data[-_TAIL:] if len(data) >= _TAIL else (self.tail + data)[-_TAIL:]
-        if _TROUBLE in data and time.time() - self.trouble_at > _ONE_TROUBLE:
+        if _TROUBLE.search(data) and time.time() - self.trouble_at > _ONE_TROUBLE:
             self.trouble_at = time.time()
         if outbox.crowded:
             self._allowance.close()

@@ -23,6 +23,7 @@ from zrun_runtime.errors import (
     RanksDivergedError,
     ZeroRuntimeError,
 )
+from zrun_runtime.uncaught import show_short
 from zrun_runtime.zero import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 __version__ = "0.1.0"
@@ -43,6 +44,8 @@ __all__ = [
     "safe_get_full_optimizer_state",
     "zero",
 ]
+
+show_short()
 
 
 def initialize(
@@ -94,4 +97,5 @@ def initialize(
         compare_batch_sizes(args, engine.settings)
     loader = engine.deepspeed_io(training_data, collate_fn=collate_fn) if training_data is not None else None
     engine.training_dataloader = loader
+    show_short()  # once more: monitors may have put hooks of theirs over it
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_runtime.errors import DistributedError
+from zrun_runtime.uncaught import show_short
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 _HOW_TO_START = "start the script with zrun or torchrun"
@@ -76,8 +77,14 @@ def init_distributed(
     Raises:
         DistributedError: the environment is contradictory, or the group cannot be built.
     """
-    if dist.is_initialized() or dist_init_required is False:
-        return
+    if not dist.is_initialized() and dist_init_required is not False:
+        _init_process_group(dist_backend, distributed_port, timeout, init_method, rank, world_size)
+    show_short()
+
+
+def _init_process_group(
+    dist_backend: str | None, port: int, timeout: timedelta, init_method: str | None, rank: int, world_size: int
+) -> None:
     rank = rank if rank >= 0 else _number(_RANK, 0)
     world_size = world_size if world_size > 0 else _number(_WORLD_SIZE, 1)
     if not 0 <= rank < world_size:
@@ -90,7 +97,7 @@ def init_distributed(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    os.environ.setdefault("MASTER_PORT", str(port))
     try:
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=rank, world_size=world_size, timeout=timeout

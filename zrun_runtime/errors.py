@@ -20,6 +20,8 @@ class ZeroRuntimeError(RuntimeError):
         hint: what to do next; empty if the message says it all.
     """
 
+    zrun_exit_code = 1  # of a script that it ends; also what `zrun_runtime.uncaught` knows errors of ours by
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}\n  -> {hint}" if hint else message)
         self.message = message
@@ -28,6 +30,8 @@ class ZeroRuntimeError(RuntimeError):
 
 class ConfigError(ZeroRuntimeError, ValueError):
     """A config that cannot be read, or asks for what cannot be."""
+
+    zrun_exit_code = 2
 
 
 class DistributedError(ZeroRuntimeError):

@@ -162,6 +162,22 @@ def test_groups_and_fatal_errors_count():
     assert last_traceback("x\n" + fatal) == fatal
 
 
+def test_an_error_that_was_said_short_counts():
+    short = "zrun_runtime: ConfigError: ds.json: 7 is odd\n  at /job/train.py:12, in main\n  -> make it 8"
+    prefixed = textwrap.indent(short, "[rank1]: ")
+    assert last_traceback(f"{TRACEBACK}\nx\n{short}\n") == short
+    assert last_traceback(f"x\n{prefixed}\nlater\n") == f"{short}\nlater"
+    assert likeness(f"{prefixed}\nlater: 1") == likeness(short.replace("7", "9"))
+    assert likeness(short) != likeness(short.replace("train.py:12", "train.py:13"))
+    assert last_traceback("\n".join([short, *(f"step {i}" for i in range(300))])) == ""
+
+
+def test_what_is_ignored_at_the_end_of_the_interpreter_is_not_the_reason():
+    ignored = "Exception ignored in: <function Pool.__del__ at 0x7f001>\n" + TRACEBACK.replace("ValueError", "OSError")
+    assert last_traceback(f"{TRACEBACK}\n{ignored}\n").startswith(TRACEBACK)
+    assert last_traceback(f"x\n{ignored}\n") == ""
+
+
 def test_likeness_ignores_what_differs_by_rank():
     other = TRACEBACK.replace("17", "4").replace("0x7f001", "0x55ab2")
     assert likeness(other) == likeness(TRACEBACK)

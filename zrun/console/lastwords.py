@@ -7,17 +7,14 @@ it fails, the report shows them, and what the report does not show is shown once
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 from zrun.events import WorkerExited, WorkerOutput
-from zrun.outputs import likeness
+from zrun.outputs import begins_last_words, likeness
 
 PATIENCE = 5.0  # seconds from the last line to the end of the worker; one with a GPU takes long to end
 MAX_CHARS = 32 * 1024  # a rank
 MAX_CHARS_IN_ALL = 4 * 1024 * 1024
-
-_HEAD = re.compile(r"(?:\[rank\d+\]: ?)?[ +|]*(?:Exception Group )?Traceback \(most recent call last\):")
 
 Lines = list[WorkerOutput]
 
@@ -52,7 +49,7 @@ class LastWords:
     def offer(self, host: str, event: WorkerOutput, now: float) -> bool:
         """Whether the line is kept back."""
         held = self._held.get(event.rank)
-        if event.stream != "stderr" or event.transient or (held is None and not _HEAD.match(event.text)):
+        if event.stream != "stderr" or event.transient or (held is None and not begins_last_words(event.text)):
             return False
         if held is not None and held.chars + len(event.text) > MAX_CHARS:
             return False

@@ -18,11 +18,14 @@ ROOT = "deepspeed"
 class NotProvidedError(NotImplementedError, AttributeError):
     """A name of DeepSpeed that zrun does not have was used. The text says which, and why."""
 
+    zrun_exit_code = 1  # as errors of zrun_runtime have it, which shows them short where they end a script
+
 
 class _Absent(type):
     """The class of stand-ins: they can be imported and asked about (isinstance), not used."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        importlib.import_module("zrun_runtime")
         raise _not_provided(f"{cls.__module__}.{cls.__name__}", cls.__doc__ or "")
 
     def __getattr__(cls, name: str) -> NoReturn:

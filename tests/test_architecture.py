@@ -111,6 +111,7 @@ LEVELS = {
     "zrun_runtime.placement": 3.1,
     "zrun_runtime.optim": 4.0,
     "zrun_runtime.schedules": 4.0,
+    "zrun_runtime.pacing": 4.0,
     "zrun_runtime.checkpoint": 4.3,
     "zrun_runtime.memory": 1.1,
     "zrun_runtime.step_cost": 1.2,

@@ -50,8 +50,9 @@ def limit_hosts(hosts: Sequence[Host], limits: Limits) -> tuple[Host, ...]:
     left = tuple(host for host in hosts if host.slots > 0)
     if limits.num_nodes is not None:
         if limits.num_nodes > len(left):
-            what = f"--num_nodes {limits.num_nodes}: there are only {len(left)} hosts with slots"
-            raise UsageError(what, f"they are {_name_all(left)}")
+            have = "hosts have" if len(left) > 1 else "host has"
+            what = f"--num_nodes {limits.num_nodes}: only {len(left)} {have} slots"
+            raise UsageError(what, f"with slots: {_name_all(left)}")
         left = left[: limits.num_nodes]
     if limits.num_gpus is not None:
         for host in left:

@@ -43,6 +43,11 @@ INSTEAD = {
     "config_file": "use --profile FILE for options of zrun; the training config goes behind the script",
     "c": "for a line of Python: zrun --no_python python -c LINE",
     "use_deepspeed": "leave it out",
+    "mixed_precision": 'it is a key of the training config: "bf16": {"enabled": true}',
+    "np": "use --num_gpus N, the workers of each host",
+    "n": "use --num_gpus N, the workers of each host",
+    "autotuning": "nothing is tried out; zrun plan says what fits into memory",
+    "detect_nvlink_pairs": "leave it out, or order devices with CUDA_VISIBLE_DEVICES",
     "deepspeed_config": "it goes behind the script",
     "ds_config": "it goes behind the script",
 }

@@ -35,10 +35,10 @@ def find_hosts(config: LaunchConfig, environ: Mapping[str, str], cwd: str, machi
     """
     limits = Limits(config.include, config.exclude, config.num_nodes, config.num_gpus)
     if config.hostfile:
-        found = read_hostfile(os.path.join(cwd, config.hostfile), config.hostfile)
+        found = _with_slots(read_hostfile(os.path.join(cwd, config.hostfile), config.hostfile), config.hostfile)
         return FoundHosts(limit_hosts(found.hosts, limits), found.notes)
     if os.path.isfile(DEFAULT_HOSTFILE):
-        found = read_hostfile(DEFAULT_HOSTFILE, DEFAULT_HOSTFILE)
+        found = _with_slots(read_hostfile(DEFAULT_HOSTFILE, DEFAULT_HOSTFILE), DEFAULT_HOSTFILE)
         said = ("info", f"the hosts are those of {DEFAULT_HOSTFILE}, the default hostfile")
         return FoundHosts(limit_hosts(found.hosts, limits), (said, *found.notes))
     nodes = hosts_of_allocation(environ, config.may_use_gpus, config.num_gpus)
@@ -51,6 +51,13 @@ def find_hosts(config: LaunchConfig, environ: Mapping[str, str], cwd: str, machi
             f"name the machines with --hostfile FILE (there is no {DEFAULT_HOSTFILE} either)",
         )
     return FoundHosts(())
+
+
+def _with_slots(found: Hostfile, name: str) -> Hostfile:
+    """The same, of which some host takes part: without one, this machine would be used, which nobody asked for."""
+    if not any(host.slots > 0 for host in found.hosts):
+        raise UsageError(f"{name}: every host has slots=0, so none takes part", "write slots=8, for example")
+    return found
 
 
 def read_hostfile(path: str, name: str) -> Hostfile:

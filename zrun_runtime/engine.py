@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from zrun_runtime.accounts import first_nonfinite, state_bytes
@@ -21,6 +20,7 @@ from zrun_runtime.hook import in_backward
 from zrun_runtime.monitors import Monitors
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.optimizer_names import name_optimizer, tell_optimizer
+from zrun_runtime.pacing import step_schedule
 from zrun_runtime.precision import LossScaleError, LossScaler, LossScaleSettings
 from zrun_runtime.progress import Progress, StepReport
 from zrun_runtime.stopwatch import timed
@@ -195,16 +195,11 @@ class Engine(EngineCheckpoint):
         if verdict.finite:
             formation.retire()
             self.zero.update(verdict)
-            self._step_schedule(lr_kwargs)
+            step_schedule(self.lr_scheduler, lr_kwargs, self.collectives.world.rank)
         else:
             self._skip()
         self._adapt_loss_scale(overflow=not verdict.finite)
         return verdict
-
-    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
-        needs_more = isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs
-        if self.lr_scheduler is not None and not needs_more:
-            self.lr_scheduler.step(**lr_kwargs)
 
     def _skip(self) -> None:
         self.skipped_steps += 1

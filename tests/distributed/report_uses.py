@@ -54,6 +54,24 @@ def schedules(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     }
 
 
+def stepped_twice(rank: int, world: int, *, stage: int, how: str) -> tuple[str, int]:
+    """What is said where a program steps the schedule too (every time, never, or restores it), and where it stands."""
+    model = build(Plain())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {key: value for key, value in make_config(stage, Recipe(), SGD).items() if key != "optimizer"}
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    engine, *_ = zrun_runtime.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
+    with redirect_stderr(io.StringIO()) as said:
+        for step in range(3):
+            engine.backward(loss_of(engine, Spot(step, rank, 0)))
+            engine.step()
+            if how == "every time":
+                schedule.step()
+            if how == "restored" and step == 1:
+                schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 50})
+    return said.getvalue(), schedule.last_epoch
+
+
 def overflow_in_words(rank: int, world: int) -> str:
     """What is said of three overflows in a row at an initial scale of 16 and a hysteresis of 2."""
     engine = stack_engine(2, fp16={"enabled": True, "initial_scale_power": 4})

@@ -26,6 +26,13 @@ def test_what_the_program_passes_goes_before_the_config_and_is_told(stage: int, 
             assert found["said"].count(line) == (rank == 0)
 
 
+@pytest.mark.parametrize(("how", "told", "count"), [("every time", 1, 6), ("never", 0, 3), ("restored", 0, 51)])
+def test_a_schedule_that_the_program_steps_too_is_told_once(how: str, told: int, count: int, world: Worlds) -> None:
+    for rank, (said, at) in enumerate(world(2).run(report_uses.stepped_twice, stage=2, how=how)):
+        assert said.count("goes twice as fast") == (told if rank == 0 else 0)
+        assert at == count
+
+
 def test_an_overflow_says_what_it_changed(world: Worlds) -> None:
     first, other = world(2).run(report_uses.overflow_in_words)
     assert "loss scale stays 16; hysteresis 2 -> 1" in first

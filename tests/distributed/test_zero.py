@@ -83,6 +83,12 @@ def test_edits_of_gathered_parameters_stay(stage: int, dtype: str, modifier: int
         assert found["digest"] == results[0]["digest"]
 
 
+def test_what_cannot_be_gathered_is_told(world: Worlds) -> None:
+    for module, other in world(2).run(zero_uses.odd_gatherings):
+        assert "give its parameters()" in module
+        assert "modifier_rank 2 is no rank: there are 2" in other
+
+
 @pytest.mark.parametrize("dtype", ("", "bf16"), ids=("fp32", "bf16"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_edits_in_passing_are_followed_and_gatherings_round_nothing(stage: int, dtype: str, world: Worlds) -> None:

@@ -107,6 +107,18 @@ def built_in_init(rank: int, world: int, *, stage: int, dtype: str, client: bool
     return result
 
 
+def odd_gatherings(rank: int, world: int) -> list[str]:
+    """What is said of a module in place of its parameters, and of a rank that there is not; then one that is right."""
+    engine = zrun_runtime.initialize(model=build(Plain()), config=_config(3))[0]
+    parameters = list(engine.module.parameters())
+    with zero.GatheredParameters([parameters[0], parameters[0], nn.Parameter(torch.ones(1))], modifier_rank=world - 1):
+        pass
+    return [
+        _said(lambda: zero.GatheredParameters(engine.module)),
+        _said(lambda: zero.GatheredParameters(parameters, modifier_rank=world)),
+    ]
+
+
 def edited_before_initialize(rank: int, world: int, *, stage: int) -> dict[str, Any]:
     """Initialising again, loading by name as from_pretrained does, and the module form."""
     source = {name: p.detach().clone() for name, p in build(Plain(), seed=7).named_parameters()}

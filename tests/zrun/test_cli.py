@@ -134,6 +134,8 @@ def test_wrong_lines(refuse, words, said):
         (["--num-processes", "2", "x"], "--num_gpus"),
         (["--gpu_ids", "0", "x"], "--include"),
         (["-c", "print(1)"], "--no_python python -c"),
+        (["--mixed_precision", "bf16", "x"], "training config"),
+        (["-np", "2", "x"], "--num_gpus"),
     ],
 )
 def test_options_of_other_launchers(refuse, words, instead):

@@ -35,6 +35,12 @@ def test_without_anything_it_is_this_machine(tmp_path):
     assert found(tmp_path).hosts == () and found(tmp_path, num_nodes=1).hosts == ()
 
 
+def test_hosts_without_a_slot_are_not_this_machine(tmp_path):
+    (tmp_path / "hf").write_text("worker-1 slots=0\nworker-2 slots=0\n")
+    with pytest.raises(UsageError, match="hf: every host has slots=0"):
+        found(tmp_path, hostfile="hf")
+
+
 def test_more_nodes_than_are_known(tmp_path):
     with pytest.raises(UsageError) as caught:
         found(tmp_path, num_nodes=2, num_gpus=4)

@@ -175,9 +175,28 @@ def test_a_foreign_key_is_noted_and_refused_only_if_asked(name):
     assert "unknown key" in problems({name: 1}, strict=True)[name]
 
 
-def test_a_key_in_the_wrong_place_is_told_where_it_belongs():
-    assert "zero_optimization.stage" in notes({"stage": 3})["stage"][1]
-    assert "gradient_clipping" in notes({"max_grad_norm": 0.5})["max_grad_norm"][1]
+@pytest.mark.parametrize(
+    ("source", "path", "place"),
+    [
+        ({"stage": 3}, "stage", "zero_optimization.stage"),
+        ({"zero_stage": 3}, "zero_stage", "zero_optimization.stage"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm", "gradient_clipping"),
+        ({"grad_accum_dtype": "fp32"}, "grad_accum_dtype", "data_types.grad_accum_dtype"),
+        ({"optimizer": {"type": "AdamW", "lr": 1e-4}}, "optimizer.lr", "optimizer.params.lr"),
+        (
+            {"scheduler": {"type": "WarmupLR", "warmup_type": "log"}},
+            "scheduler.warmup_type",
+            "scheduler.params.warmup_type",
+        ),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed", "at the top level"),
+    ],
+)
+def test_a_key_in_the_wrong_place_is_told_where_it_belongs(source, path, place):
+    assert place in notes(source)[path][1]
+
+
+def test_a_key_that_is_null_is_not_missing_too():
+    assert list(problems({"scheduler": {"type": None}})) == ["scheduler.type"]
 
 
 def test_strict_takes_what_is_known():
@@ -208,6 +227,11 @@ def test_strict_takes_what_is_known():
             {"zero_optimization": {"stage": 2, "cpu_offload": False}},
             "zero_optimization.cpu_offload",
             lambda c: c.zero.offload_optimizer.device == "none",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_params": True}},
+            "zero_optimization.cpu_offload_params",
+            lambda c: c.zero.offload_param.device == "cpu",
         ),
         (
             {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},

@@ -157,6 +157,7 @@ def test_any_text_as_yaml(text: str) -> None:
 
 def test_the_lines_of_a_file(tmp_path: Path) -> None:
     text = """{ // a comment, "stage": 1
+  "[": 1, "[2]": 1,
   "bfloat16": {"enabled": "x"},
   "zero_optimization": {"reduce_scatter": true,
     "prefetch_bucket_size": 1.5,
@@ -172,14 +173,14 @@ def test_the_lines_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
         load_config(file)
     assert {problem.path: problem.line for problem in caught.value.problems} == {
-        "bf16.enabled": 2,
-        "zero_optimization.stage3_prefetch_bucket_size": 4,
-        "zero_optimization.stage": 5,
-        "optimizer.params.betas": 8,
-        "optimizer.params.lr": 9,
-        "scheduler.params.total_num_steps": 10,
+        "bf16.enabled": 3,
+        "zero_optimization.stage3_prefetch_bucket_size": 5,
+        "zero_optimization.stage": 6,
+        "optimizer.params.betas": 9,
+        "optimizer.params.lr": 10,
+        "scheduler.params.total_num_steps": 11,
     }
-    assert "\n  line 9: optimizer.params.lr: must be a number" in str(caught.value)
+    assert "\n  line 10: optimizer.params.lr: must be a number" in str(caught.value)
     file = tmp_path / "ds.yaml"
     file.write_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 9\n  fp16: {enabled: maybe}\n")
     with pytest.raises(InvalidConfig) as caught:

@@ -71,7 +71,13 @@ def test_types_that_are_refused_say_what_to_use(kind):
     assert ": use " in problems("optimizer", kind)["optimizer.type"]
 
 
-@pytest.mark.parametrize(("kind", "near"), [("AdmW", "AdamW"), ("adamw_torch_fused", "AdamW"), ("SDG", "SGD")])
+@pytest.mark.parametrize(
+    ("kind", "near"),
+    [
+        *[("AdmW", "AdamW"), ("adamw_torch_fused", "AdamW"), ("SDG", "SGD")],
+        *[("FusedAdam", "Adam"), ("DeepSpeedCPUAdam", "Adam"), ("PagedAdamW8bit", "AdamW")],
+    ],
+)
 def test_a_misspelt_type(kind, near):
     assert f"did you mean {near}?" in problems("optimizer", kind)["optimizer.type"]
     assert "there are AdamW" in problems("optimizer", "Whatever")["optimizer.type"]

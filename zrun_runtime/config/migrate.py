@@ -12,6 +12,11 @@ from zrun_runtime.config.source import Source
 
 ZERO = "zero_optimization"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
+_OFFLOAD_FLAGS = (
+    ("cpu_offload", "offload_optimizer"),
+    ("cpu_offload_param", "offload_param"),
+    ("cpu_offload_params", "offload_param"),
+)
 
 
 def modernise(source: Source, ledger: Ledger) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def _zero_flag(data: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _offload_flags(zero: dict[str, Any], ledger: Ledger) -> None:
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for old, new in _OFFLOAD_FLAGS:
         if old not in zero:
             continue
         flag = zero.pop(old)

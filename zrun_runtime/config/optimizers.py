@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from zrun_runtime.config.arguments import (
@@ -199,8 +199,9 @@ def known_name(name: str, names: Iterable[str]) -> str | None:
     return next((known for known in names if known.lower() == name.lower()), None)
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+def unknown_name(what: str, name: str, known: Collection[str]) -> str:
     """What to say of a type that there is not."""
-    near = nearest(name, known) or next((item for item in known if name.lower().startswith(f"{item.lower()}_")), None)
+    inside = [item for item in known if item.lower() in name.lower()]  # FusedAdam, adamw_torch_fused
+    near = nearest(name, known) or max(inside, key=len, default=None)
     hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
     return f"{name} is not a known {what}; {hint}"

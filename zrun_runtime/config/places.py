@@ -20,7 +20,7 @@ TOKEN = re.compile(
 def json_lines(text: str) -> dict[str, int]:
     """The line of every key, by its dotted path; of text that was read as JSON with comments."""
     lines: dict[str, int] = {}
-    path: list[str] = []  # the keys and list places that lead to where we are, one for each open bracket
+    path: list[str | int] = []  # the keys and places in lists that lead to where we are, one for each open bracket
     line, word, word_line = 1, "", 1
     for token in TOKEN.finditer(text):
         kind, said = token.lastgroup, token.group()
@@ -29,21 +29,21 @@ def json_lines(text: str) -> dict[str, int]:
         elif kind == "mark":
             _step(path, said, word)
             if said == ":":
-                lines.setdefault(".".join(path), word_line)
+                lines.setdefault(".".join(f"[{at}]" if isinstance(at, int) else at for at in path), word_line)
         line += said.count("\n")
     return lines
 
 
-def _step(path: list[str], mark: str, word: str) -> None:
+def _step(path: list[str | int], mark: str, word: str) -> None:
     """Follow one punctuation mark."""
     if mark in ("{", "["):
-        path.append("" if mark == "{" else "[0]")
+        path.append("" if mark == "{" else 0)
     elif mark in ("}", "]") and path:
         path.pop()
     elif mark == ":" and path:
         path[-1] = json.loads(word)
-    elif mark == "," and path and path[-1].startswith("["):
-        path[-1] = f"[{int(path[-1][1:-1]) + 1}]"
+    elif mark == "," and path and isinstance(path[-1], int):
+        path[-1] += 1
 
 
 def yaml_lines(text: str) -> dict[str, int]:

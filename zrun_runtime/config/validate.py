@@ -13,13 +13,16 @@ from zrun_runtime.config.schema import Document
 
 def validate(data: dict[str, Any], ledger: Ledger) -> Document:
     """Read data. Each key at fault becomes a problem and is taken out of data; the rest is what is returned."""
+    told: set[str] = set()
     while True:
         try:
             return Document.model_validate(data)
         except ValidationError as error:
             for fault in error.errors(include_url=False):
                 place = _take_out(data, fault["loc"], fault["type"] == "missing")
-                ledger.problem(place, _sentence(fault))
+                if place not in told:  # what was taken out is missing when the rest is read again
+                    ledger.problem(place, _sentence(fault))
+                told.add(place)
 
 
 def _take_out(data: dict[str, Any], location: tuple[int | str, ...], missing: bool) -> str:

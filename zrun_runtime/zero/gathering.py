@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zrun_runtime.engine import Engine
+from zrun_runtime.errors import EngineError
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.zero.homes import Place, place_of
 
@@ -19,6 +20,9 @@ class GatheredParameters:
     A collective: every rank enters and leaves with the same parameters, in any order. The values of `modifier_rank`
     become everybody's. Without one, rank 0's do if any rank edited one. What no engine and no `zero.Init` manages
     (buffers, plain parameters) is left alone.
+
+    Raises:
+        EngineError: `modifier_rank` is no rank, or a module was given in place of its parameters.
     """
 
     def __init__(
@@ -28,6 +32,8 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
+        if isinstance(params, nn.Module):
+            raise EngineError("GatheredParameters: a module is no list of parameters", "give its parameters()")
         wanted = [params] if isinstance(params, Tensor) else list(params)
         self.source = modifier_rank or 0
         self.forced = modifier_rank is not None
@@ -35,6 +41,12 @@ class GatheredParameters:
         # Callers pass sets, whose order differs between ranks; tickets are the same everywhere.
         self.places = sorted({p.group: p for p in found if p is not None}.values(), key=lambda p: p.group.ticket)
         self._versions: dict[FlatGroup, list[int]] = {}
+        if self.places and not 0 <= self.source < self.places[0].collectives.world.size:
+            size = self.places[0].collectives.world.size
+            raise EngineError(
+                f"GatheredParameters: modifier_rank {modifier_rank} is no rank: there are {size}",
+                f"give one of 0 to {size - 1}, or None where nothing is changed",
+            )
 
     def __enter__(self) -> None:
         for place in self.places:

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import shutil
 import stat
 import time
@@ -159,6 +160,11 @@ def told(path: Path, doing: str, needed: int = 0) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             text += _missing_space(path, needed)
             hint = "free some space (checkpoint.keep_last keeps only the newest), or save elsewhere"
+        elif error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            known = f", and ulimit -f allows {most:,}" if most != resource.RLIM_INFINITY else ""
+            text += f" ({needed:,} bytes{known})"
+            hint = "raise the limit on the size of files, or save elsewhere"
         elif error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             hint = "give a directory that this user may write to"
         raise CheckpointError(text, hint) from error

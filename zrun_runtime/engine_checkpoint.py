@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class EngineCheckpoint(EngineState):
         trouble = self._unfinished_window()
         tag = f"global_step{self.global_steps}" if tag is None else tag
         state = client_state if client_state is not None else {}
-        request = Request(_directory(save_dir), tag, state, save_latest, exclude_frozen_parameters)
+        request = Request(_directory(save_dir, "save_checkpoint"), tag, state, save_latest, exclude_frozen_parameters)
         self._saver.save(request, trouble)
         return True
 
@@ -105,7 +106,7 @@ class EngineCheckpoint(EngineState):
             )
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         self._saver.wait()
-        return self._loader.load(_directory(load_dir), tag, wanted, fallback)
+        return self._loader.load(_directory(load_dir, "load_checkpoint"), tag, wanted, fallback)
 
     def save_16bit_model(
         self,
@@ -125,11 +126,12 @@ class EngineCheckpoint(EngineState):
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
+        directory = _directory(save_dir, "save_16bit_model")
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         said: dict[str, str | None] = {"trouble": None}
         if self.world.rank == 0:
             try:
-                write_whole(_directory(save_dir), save_filename, state)
+                write_whole(directory, save_filename, state)
             except CheckpointError as error:
                 said["trouble"] = str(error)
         timeout = self.settings.checkpoint.timeout + WAIT_FOR_WHOLE
@@ -163,12 +165,12 @@ class EngineCheckpoint(EngineState):
         return None
 
 
-def _directory(given: str | Path) -> Path:
+def _directory(given: Any, what: str) -> Path:
     """A directory that was given by name.
 
     Raises:
-        ValueError: the name is empty.
+        EngineError: it is no name, on every rank that was given none.
     """
-    if not str(given):
-        raise ValueError("the checkpoint directory is an empty string: give the name of a directory")
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+        raise EngineError(f"{what}: {given!r} is no directory", "give the name of one, the same on every rank")
     return Path(given)

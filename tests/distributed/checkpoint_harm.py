@@ -320,8 +320,10 @@ def read_only(rank: int, world: int, *, directory: str) -> Any:
     Path(directory).mkdir(exist_ok=True)
     Path(directory, "file").write_text("")
     said = said_by(lambda: engine.save_checkpoint(f"{directory}/file/below"))
+    methods = (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model)
+    unnamed = [said_by(lambda m=method, n=name: m(n)) for method in methods for name in (None, "")]
     train(engine, 1, 2)
-    return said, engine.global_steps
+    return said, unnamed, engine.global_steps
 
 
 def stored_kinds(rank: int, world: int, *, directory: str) -> Any:

@@ -60,7 +60,7 @@ def test_odd_tags_and_latest(world: Worlds, tmp_path: Path) -> None:
     assert found.pop("the tag's directory") == (directory + "/global_step1", {})
     assert found.pop("a newline")[0] == directory + "/global_step1"
     assert "global_step9" in found["nowhere"] and "global_step1" in found["nowhere"]
-    assert "ValueError" in found.pop("no name")
+    assert "EngineError" in found.pop("no name")
     for what, said in found.items():
         assert "CheckpointError" in said, f"{what}: {said!r}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d"]
@@ -92,8 +92,9 @@ def test_saving_in_the_middle_of_a_window_says_where_the_boundary_is(world: Worl
 
 
 def test_a_directory_that_cannot_be_written(world: Worlds, tmp_path: Path) -> None:
-    for said, steps in world(2).run(harm.read_only, directory=str(tmp_path)):
+    for said, unnamed, steps in world(2).run(harm.read_only, directory=str(tmp_path)):
         assert "CheckpointError" in said and "below" in said
+        assert len(unnamed) == 6 and all(": None is no dir" in text or ": '' is no dir" in text for text in unnamed)
         assert steps == 2
 
 

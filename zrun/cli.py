@@ -18,7 +18,9 @@ from zrun.console.only import OnlyRanks, read_ranks
 from zrun.console.record import Recorded
 from zrun.errors import UsageError, ZrunError
 from zrun.foreign import instead_of
+from zrun.hostfile import MAX_SLOTS
 from zrun.hosts import DEFAULT_HOSTFILE
+from zrun.machine import current_directory
 from zrun.prepare import prepare
 from zrun.running import Run
 from zrun.settings import LaunchConfig, read_defaults, settings_table
@@ -79,7 +81,7 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     "--num_gpus",
     "--num_accelerators",
     "--nproc_per_node",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_SLOTS),
     metavar="N",
     help="Workers on each host. Default: its slots; here one a visible GPU, without a GPU one.",
 )
@@ -197,7 +199,7 @@ def run_job(config: LaunchConfig) -> int:
     Raises:
         ZrunError: before anything was started.
     """
-    cwd = _current_directory()
+    cwd = current_directory()
     job = prepare(config, os.environ, cwd)
     if config.dry_run:
         head = f"{job.view.command}: master {job.view.master}, backend {job.view.backend}"
@@ -220,13 +222,6 @@ def run_job(config: LaunchConfig) -> int:
     return code
 
 
-def _current_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise UsageError(f"the current directory cannot be used: {error.strerror}", "cd to one that exists") from None
-
-
 def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
@@ -234,20 +229,47 @@ def _is_terminal(stream: TextIO) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the `zrun` command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
+    _fill_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _dispatch(words)
     except ZrunError as error:
         code = _complain(error.message, error.hint, error.exit_code)
-    except click.NoSuchOption as error:
-        near = f"did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
-        hint = instead_of(error.option_name) or near or "zrun --help lists all options"
-        code = _complain(error.format_message().partition(" Did you")[0], hint, 2)
     except click.ClickException as error:
-        code = _complain(error.format_message(), _origin_of(error) or "zrun --help explains the options", 2)
+        code = _explain(error)
     except KeyboardInterrupt:
         code = 130
+    except OSError as error:  # such as a full disk behind our own stdout
+        if error.errno is None or os.environ.get("ZRUN_TRACEBACK", "0") not in ("", "0"):
+            raise
+        place = f": {os.fsdecode(error.filename)}" if error.filename else ""
+        code = _complain(f"{error.strerror}{place}", "ZRUN_TRACEBACK=1 shows where it happened", 1)
     sys.exit(code)
+
+
+def _fill_closed_streams() -> None:
+    """Keep what is opened from now on away from the numbers 0 to 2, which a shell may have closed (`2>&-`)."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _explain(error: click.ClickException) -> int:
+    """Says what click found wrong, and which --help tells more.
+
+    Returns:
+        the exit code.
+    """
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # older ones of click show it themselves
+        click.echo(error.format_message(), err=True)
+        return 2
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = context.command_path if context is not None else "zrun"
+    if isinstance(error, click.NoSuchOption):
+        near = f"did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
+        hint = instead_of(error.option_name) or near or f"{command} --help lists all options"
+        return _complain(error.message, hint, 2)
+    return _complain(error.format_message(), _origin_of(error) or f"{command} --help explains the options", 2)
 
 
 def _origin_of(error: click.ClickException) -> str:
@@ -289,6 +311,7 @@ def _find_command(name: str) -> click.Command | None:
     from importlib.metadata import entry_points
 
     for entry in entry_points(group=ENTRY_POINTS, name=name):
+        current_directory()  # torch cannot be loaded without one
         try:
             command = entry.load()
         except ImportError as error:

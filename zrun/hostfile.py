@@ -269,9 +269,9 @@ def _read_value(key: str, value: Value) -> int | str:
 
 
 def _read_number(key: str, value: Value, low: int, high: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", value.text):
+    if not re.fullmatch(r"-?[0-9]+", value.text, re.ASCII):
         raise UsageError(f"{value.where}: {key}={value.text}: that is not a number", f"write {key}=8, for example")
-    if not low <= int(value.text) <= high:
+    if len(value.text) > 9 or not low <= int(value.text) <= high:
         raise UsageError(f"{value.where}: {key}={value.text} is not between {low} and {high}")
     return int(value.text)
 

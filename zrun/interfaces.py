@@ -60,9 +60,10 @@ def interface_to(name: str) -> str:
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a part of it is too long for a name
+        why = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{name}, where rank 0 will be, is not known here: {error.strerror}", "give its address with --master_addr"
+            f"{name}, where rank 0 will be, is not known here: {why}", "give its address with --master_addr"
         ) from None
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -8,7 +8,20 @@ import os
 import socket
 from dataclasses import dataclass
 
+from zrun.errors import UsageError
 from zrun.hostfile import Host, is_loopback
+
+
+def current_directory() -> str:
+    """Where we are.
+
+    Raises:
+        UsageError: it was removed, or may not be read.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the current directory cannot be used: {error.strerror}", "cd to one that exists") from None
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,22 @@ class ThisMachine:
             return False
         name = host.name.lower()
         return is_loopback(name) or name in self.names or _is_own_address(name)
+
+
+def refuse_master_elsewhere(name: str) -> None:
+    """Of a job that runs on this machine alone: rank 0 listens here, and ranks would look for it in vain elsewhere.
+
+    Raises:
+        UsageError: the name of an address that this machine does not have, or of none.
+    """
+    hint = "leave it out: all ranks are on this machine. --no_preflight takes it as it is"
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--master_addr {name} cannot be found: {why}", hint) from None
+    if not any(_is_own_address(str(address)) for address in found):
+        raise UsageError(f"--master_addr {name} is not this machine", hint)
 
 
 def _is_own_address(text: str) -> bool:

@@ -18,7 +18,7 @@ from zrun.hostfile import Host
 from zrun.hosts import find_hosts
 from zrun.interfaces import IFNAMES, interface_to, list_addresses
 from zrun.job import JobSpec, JobView
-from zrun.machine import ThisMachine
+from zrun.machine import ThisMachine, refuse_master_elsewhere
 from zrun.ports import ClaimedPort, claim_free_port, claim_port
 from zrun.settings import LaunchConfig
 from zrun.topology import RankAssignment, assign_ranks, give_devices, used_hosts
@@ -68,6 +68,8 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     places = _place(config, merged, cwd, hosts, remarks)
     if not hosts and config.min_nodes is not None and config.min_nodes > len(places.hosts):
         raise UsageError(f"--min_nodes {config.min_nodes}: there are {len(places.hosts)} hosts", "say fewer")
+    if config.master_addr and all(places.here) and not config.no_ssh and not config.no_preflight:
+        refuse_master_elsewhere(config.master_addr)
     environment = {**_network_interfaces(config, merged, any(places.here)), **environment}
     ranks = assign_ranks(places.hosts)
     # Of another machine the port is looked at there; the one claimed here then only has a number.

@@ -14,6 +14,7 @@ import click
 
 from zrun.doctor import Say, Survey, report_table
 from zrun.errors import PreflightError, UsageError
+from zrun.machine import current_directory
 from zrun.prepare import prepare
 from zrun.processes import send_signal
 from zrun.registry import Entry, directory, running
@@ -26,7 +27,29 @@ _OF_A_RUN = (
     *("local_rank_arg", "log_dir", "show_ranks", "bind_cores_to_rank", "grace", "lease", "no_preflight"),
     *("as_deepspeed", "max_restarts", "min_nodes", "stall_timeout", "plain", "verbose"),
 )
-_HELP = {"help_option_names": ["-h", "--help"], "token_normalize_func": lambda word: word.replace("-", "_")}
+_DOCTOR_EXAMPLES = """\b
+Examples:
+  zrun doctor                                this machine
+  zrun doctor --hostfile hosts               all machines of a hostfile
+  zrun doctor --hostfile hosts --json train.py    for a program; also whether train.py is the same everywhere
+
+\b
+Exit code: 0 all hosts are fit, 3 one is not, 2 wrong usage.
+"""
+_PS_EXAMPLES = """\b
+Examples:
+  zrun ps
+  zrun ps --json    one JSON object a line
+"""
+_KILL_EXAMPLES = """\b
+Examples:
+  zrun kill 3rkuhxbfe5
+  zrun kill --no_wait 3rk    return at once; the beginning of an id is enough
+"""
+_HELP: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "token_normalize_func": lambda word: word.replace("-", "_"),
+}
 
 
 def doctor(launch: click.Command, say: Say) -> click.Command:
@@ -46,17 +69,19 @@ def doctor(launch: click.Command, say: Say) -> click.Command:
         help="""Look at all hosts as a launch with the same words does before it starts anything, and say whether they
         are fit. With SCRIPT also whether it is there, and the same everywhere. Profile and ZRUN_ variables count too.
         """,
+        epilog=_DOCTOR_EXAMPLES,
         context_settings=launch.context_settings,
     )
 
 
 def _examine(say: Say, command: tuple[str, ...], **options: Any) -> int:
     config = LaunchConfig(script=command[0] if command else "", script_args=command[1:], **options)
-    job = prepare(config, os.environ, os.getcwd())
+    cwd = current_directory()
+    job = prepare(config, os.environ, cwd)
     job.port.release()
     transport = make_transport(job, config, os.environ)
     try:
-        report = Survey(job, transport, config, os.getcwd(), say).run()
+        report = Survey(job, transport, config, cwd, say).run()
     finally:
         transport.close()
     if config.json:
@@ -69,7 +94,7 @@ def _examine(say: Say, command: tuple[str, ...], **options: Any) -> int:
     return 0 if report.fit else PreflightError.exit_code
 
 
-@click.command(context_settings=_HELP)
+@click.command(epilog=_PS_EXAMPLES, context_settings=_HELP)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def ps(as_json: bool) -> int:
     """List this user's jobs that were started on this machine."""
@@ -92,7 +117,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     return (entry.job_id, str(entry.pid), str(entry.world_size), since, hosts, entry.command)
 
 
-@click.command(context_settings=_HELP)
+@click.command(epilog=_KILL_EXAMPLES, context_settings=_HELP)
 @click.option("--no_wait", is_flag=True, help="Return at once, before the job has ended.")
 @click.argument("job")
 def kill(job: str, no_wait: bool) -> int:

@@ -121,6 +121,11 @@ def test_inspect_verify_and_diff(world: Worlds, tmp_path: Path) -> None:
     assert code == 1 and "blocks.0.up.weight: only in" in text and "embedding.weight:" not in text
 
     assert zrun("verify", tmp_path / "a") == (0, "trained: whole\nglobal_step2 (latest): whole\n")
+    code, text = zrun("verify", tmp_path / "a", "--json")
+    assert code == 0 and json.loads(text)[1] == {"tag": "global_step2", "latest": True, "whole": True, "trouble": ""}
+    assert zrun("diff", tmp_path / "a", tmp_path / "a", "--json") == (0, "[]\n")
+    code, text = zrun("diff", tmp_path / "a", tmp_path / "a" / "trained", "--json")
+    assert code == 1 and {"name", "text"} == set(json.loads(text)[0])
     part = next((tmp_path / "a" / "global_step2").glob("model-*"))
     data = bytearray(part.read_bytes())
     data[-5] ^= 4

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from zrun import cli
+from zrun import cli, tools
 from zrun.foreign import INSTEAD
 from zrun.settings import LaunchConfig
 
@@ -104,6 +106,7 @@ def test_whatever_follows_the_script_is_the_scripts(read):
         (["--num_gpus", "0", "x"], "num_gpus"),
         (["--num_nodes", "0", "x"], "num_nodes"),
         (["--num_gpus", "two", "x"], "two"),
+        (["--num_gpus", "9" * 30, "x"], "1<=x<=1024"),
         (["--num_gpus"], "num_gpus"),
         (["--numgpus", "2", "x"], "--num_gpus"),
         (["--backend", "mpi", "x"], "mpi"),
@@ -202,3 +205,60 @@ def test_a_command_is_one_only_as_the_first_word_and_only_if_no_file_is_called_s
 def test_a_command_that_cannot_be_loaded(offer, refuse):
     offer(plan=Entry(error=ImportError("No module named 'torch'")))
     assert "No module named 'torch'" in refuse("plan")
+
+
+def test_a_group_without_a_word_shows_its_help_and_a_wrong_word_names_the_help_to_read(offer, refuse):
+    @click.group()
+    def config():
+        """Configs."""
+
+    config.add_command(click.Command("check", params=[click.Argument(["file"])]))
+    offer(config=Entry(config))
+    assert refuse("config").startswith("Usage: zrun config ")
+    assert "-> zrun config check --help explains" in refuse("config", "check")
+    text = refuse("config", "check", "--xyz")
+    assert text == "zrun: error: No such option '--xyz'.\n  -> zrun config check --help lists all options\n"
+
+
+def test_near_options_are_named_once(refuse):
+    assert refuse("--numgpus", "2", "x") == (
+        "zrun: error: No such option '--numgpus'.\n  -> did you mean --num_gpus or --num_nodes?\n"
+    )
+
+
+@pytest.mark.parametrize("command", [cli.launch, tools.doctor(cli.launch, print), tools.ps, tools.kill])
+def test_help_has_examples_and_options_are_read_with_either_stroke(command):
+    text = CliRunner().invoke(command, ["-h"]).output
+    assert "Examples:" in text and "zrun " in text.partition("Examples:")[2]
+    for option in command.params:
+        for spelling in option.opts if isinstance(option, click.Option) else ():
+            value = [] if option.is_flag else ["1"]
+            dashed = "--" + spelling.lstrip("-").replace("_", "-") if spelling.startswith("--") else spelling
+            done = CliRunner().invoke(command, [dashed, *value, "--help"])
+            assert "No such option" not in done.output, dashed
+
+
+def test_a_full_disk_behind_stdout_is_no_traceback(monkeypatch, capsys):
+    monkeypatch.delenv("ZRUN_TRACEBACK", raising=False)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as end:
+            cli.main(["--show_settings"])
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("zrun: error: No space left on device\n  -> ")
+
+
+@pytest.mark.parametrize("words", [("doctor",), ("plan", "--params", "7b"), ("x.py",)])
+def test_a_directory_that_is_gone(offer, monkeypatch, tmp_path, capsys, words):
+    offer(plan=Entry(error=AssertionError("loaded")))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(words))
+    assert end.value.code == 2
+    assert "the current directory cannot be used" in capsys.readouterr().err

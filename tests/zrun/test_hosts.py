@@ -229,3 +229,13 @@ def test_a_line_that_is_wrong(tmp_path):
     (tmp_path / ".deepspeed_env").write_text("A=1\nnonsense\n")
     with pytest.raises(UsageError, match=r"\.deepspeed_env:2"):
         environment(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nosuch.invalid", "192.0.2.7", "a" * 300 + ".invalid", "0.0.0.0"])
+def test_a_master_elsewhere_is_refused_where_all_ranks_are_here(tmp_path, name):
+    with pytest.raises(UsageError, match="--master_addr") as caught:
+        made(tmp_path, "localhost slots=2", backend="gloo", master_addr=name)
+    assert "leave it out" in caught.value.hint
+    assert made(tmp_path, "localhost slots=2", backend="gloo", master_addr=name, no_preflight=True).specs
+    for own in ("127.0.0.1", "localhost", "::1"):
+        made(tmp_path, "localhost slots=2", backend="gloo", master_addr=own)

@@ -29,7 +29,9 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
     tags = list_tags(path)
     if found is None or not (path / found).is_dir():
         if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such directory")
+            raise CheckpointError(
+                f"{path}: {'a file, not a directory' if path.exists() else 'there is no such directory'}"
+            )
         missing = f"has no `{LATEST}` file" if found is None else f"has no checkpoint {found!r}"
         there = f"; its checkpoints: {', '.join(tags[:10])}" if tags else f", and no directory in it has a {MANIFEST}"
         raise CheckpointError(

@@ -22,8 +22,20 @@ from zrun_runtime.checkpoint.export import DTYPES, Form, parse_size
 from zrun_runtime.checkpoint.export import export as export_one
 from zrun_runtime.checkpoint.files import list_tags, read_latest
 from zrun_runtime.checkpoint.open import locate, open_checkpoint, summary_of
+from zrun_runtime.commands.options import REFUSED, SETTINGS, refuse
 
-REFUSED, DIFFERENT = 2, 1
+DIFFERENT = 1
+_EXAMPLES = """\b
+Examples:
+  zrun checkpoint inspect out --json                   what is in the newest checkpoint of the directory `out`
+  zrun checkpoint verify out                           read every byte of all of them
+  zrun checkpoint export out weights --dtype bf16      model.safetensors, as Hugging Face reads it
+  zrun checkpoint diff out/step100 out/step200
+  zrun checkpoint import ds_out out --tag global_step100
+
+\b
+Exit code: 0, 1 for a difference, 2 for what cannot be done.
+"""
 PIPE_WIDTH = 140  # columns of a table that goes to a file or another program
 _directory = click.argument("directory", type=click.Path(path_type=Path))
 _tag = click.option("--tag", help="The checkpoint's name; without it, the one that `latest` names.")
@@ -34,12 +46,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def _errors_as_text() -> Iterator[None]:
     try:
         yield
-    except (CheckpointError, OSError) as error:
-        click.echo(str(error), err=True)
-        sys.exit(REFUSED)
+    except CheckpointError as error:
+        refuse(str(error))
+    except OSError as error:
+        refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
 
 
-@click.group()
+@click.group(epilog=_EXAMPLES, context_settings=SETTINGS)
 def checkpoint() -> None:
     """Look into checkpoints, check them, and take whole weights out of them."""
 
@@ -74,7 +87,8 @@ def inspect(directory: Path, tag: str | None, as_json: bool) -> None:
 @checkpoint.command()
 @_directory
 @click.option("--tag", help="Look at this one only.")
-def verify(directory: Path, tag: str | None) -> None:
+@_json
+def verify(directory: Path, tag: str | None, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY and compare checksums. Exit code 0 if all are whole, else 2."""
     with _errors_as_text():
         one = tag is not None or not list_tags(directory)
@@ -84,6 +98,13 @@ def verify(directory: Path, tag: str | None) -> None:
         if latest is not None and latest not in tags and not one:
             tags.append(latest)
         troubles = {found: verify_one(parent, found) for found in tags}
+    if as_json:
+        rows = [
+            {"tag": t, "latest": t == latest, "whole": not trouble, "trouble": trouble}
+            for t, trouble in troubles.items()
+        ]
+        click.echo(json.dumps(rows, indent=2))
+        sys.exit(REFUSED if any(troubles.values()) else 0)
     for found, trouble in troubles.items():
         mark = " (latest)" if found == latest else ""
         click.echo(f"{found}{mark}: {trouble or 'whole'}")
@@ -120,16 +141,20 @@ def export(
 @checkpoint.command()
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
-def diff(first: Path, second: Path) -> None:
+@_json
+def diff(first: Path, second: Path, as_json: bool) -> None:
     """Compare two checkpoints: weights, optimizer state, counters. Exit code 0 if all are equal, 1 if not."""
+    found = []
     with _errors_as_text(), open_checkpoint(first) as one, open_checkpoint(second) as other:
-        alike = True
         for difference in differences(one, other):
-            click.echo(f"{difference.name}: {difference.text}")
-            alike = False
-    if not alike:
-        sys.exit(DIFFERENT)
-    click.echo("equal")
+            found.append({"name": difference.name, "text": difference.text})
+            if not as_json:
+                click.echo(f"{difference.name}: {difference.text}")
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif not found:
+        click.echo("equal")
+    sys.exit(DIFFERENT if found else 0)
 
 
 @checkpoint.command("import")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from zrun_runtime.commands.options import REFUSED, SETTINGS, refuse
 from zrun_runtime.config import Config, InvalidConfig, Note, Problem, load_config, summary
 from zrun_runtime.config.json_schema import json_schema
 from zrun_runtime.config.notes import shown
@@ -25,7 +26,17 @@ from zrun_runtime.config.upgrade import upgrade as upgraded
 from zrun_runtime.errors import ConfigError
 from zrun_runtime.savings import cost_lines
 
-REFUSED = 2
+_EXAMPLES = """\b
+Examples:
+  zrun config check ds.json --world_size 8      whether it is accepted
+  zrun config check --strict --json *.json      for a program
+  zrun config explain ds.json                   what every key does here, and what it costs
+  zrun config upgrade ds.json --write           today's spelling
+  zrun config schema > schema.json              for an editor
+
+\b
+Exit code: 0, 2 if a config is refused.
+"""
 PIPE_WIDTH = 140  # columns of a table that goes to a file or another program
 _KINDS = {
     "honoured": "Honoured",
@@ -39,7 +50,7 @@ _world_size = click.option(
 )
 
 
-@click.group()
+@click.group(epilog=_EXAMPLES, context_settings=SETTINGS)
 def config() -> None:
     """Check a config, explain it, write it in today's spelling, or print its schema."""
 
@@ -86,8 +97,7 @@ def upgrade(file: str, write: bool) -> None:
     try:
         data, notes = upgraded(file)
     except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(REFUSED)
+        refuse(str(error))
     for note in notes:
         click.echo(f"{note.path}: {note.text}", err=True)
     text = json.dumps(data, indent=2) + "\n"
@@ -101,8 +111,7 @@ def upgrade(file: str, write: bool) -> None:
         os.replace(aside, file)
     except OSError as error:
         Path(aside).unlink(missing_ok=True)
-        click.echo(f"{file} cannot be replaced: {error.strerror}; it is as it was", err=True)
-        sys.exit(REFUSED)
+        refuse(f"{file} cannot be replaced: {error.strerror}; it is as it was")
 
 
 @config.command()

@@ -80,8 +80,10 @@ def _of_hugging_face(name: str) -> nn.Module:
     path = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise click.UsageError(f"--hf_config {name}: {error}") from error
+    except OSError as error:
+        raise click.UsageError(f"--hf_config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--hf_config {path} is not JSON: {error}") from error
     kind = data.pop("model_type", None) if isinstance(data, dict) else None
     if not isinstance(kind, str):
         raise click.UsageError(f"--hf_config {name}: it has no model_type, so it is not a model's config.json")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from zrun_runtime.commands.models import Subject, subject
+from zrun_runtime.commands.options import SETTINGS
 from zrun_runtime.commands.plan_text import report, report_data
 from zrun_runtime.commands.quantities import COUNT, MEMORY, RATE
 from zrun_runtime.config import AutoHints, Config, load_config
@@ -35,23 +36,19 @@ _NETWORK_INSIDE, _NETWORK_BETWEEN = 25e9, 12.5e9  # PCIe 4 x16; 100 Gbit/s
 
 @click.command(
     epilog=_EXAMPLES,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "token_normalize_func": lambda word: word.replace("-", "_"),
-        "max_content_width": 110,
-    },
+    context_settings=SETTINGS,
 )
 @click.argument("config", required=False)
 @click.option("--params", type=COUNT, metavar="N", help="So many parameters: 7b, 110M.")
 @click.option("--model", metavar="MODULE:CALLABLE", help="What this returns, built without values.")
 @click.option("--hf_config", metavar="FILE", help="A Hugging Face config.json, read without network.")
-@click.option("--num_nodes", type=click.IntRange(min=1), default=1, help="Machines.", show_default=True)
-@click.option("--num_gpus", type=click.IntRange(min=1), default=8, help="Devices of each.", show_default=True)
+@click.option("--num_nodes", type=click.IntRange(1, 1_000_000), default=1, help="Machines.", show_default=True)
+@click.option("--num_gpus", type=click.IntRange(1, 1024), default=8, help="Devices of each.", show_default=True)
 @click.option("--gpu_memory", type=MEMORY, default="80GB", help="Of one device.", show_default=True)
 @click.option("--host_memory", type=MEMORY, default="512GB", help="Of one machine.", show_default=True)
 @click.option("--network", type=RATE, help="Of the narrowest link. Default: 100Gbit between nodes, 25GB/s inside one.")
-@click.option("--seq", type=click.IntRange(min=1), default=2048, help="Tokens of a sample.", show_default=True)
-@click.option("--batch", type=click.IntRange(min=1), help="Samples of a micro-batch. Default: the config's, else 1.")
+@click.option("--seq", type=click.IntRange(1, 10**9), default=2048, help="Tokens of a sample.", show_default=True)
+@click.option("--batch", type=click.IntRange(1, 10**9), help="Samples of a micro-batch. Default: the config's, else 1.")
 @click.option("--tflops", type=click.FloatRange(min=0, min_open=True), default=150.0, show_default=True,
               help="What one device reaches, not its peak.")  # fmt: skip
 @click.option("--nvme_path", default="/local_nvme", help="For the JSON to paste.", show_default=True)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([a-z/]*)\s*\Z", re.IGNORECASE)
+_LARGEST = 1e21  # of what is counted here; larger numbers are slips
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {
     "": 2.0**30, "mb": 1e6, "gb": 1e9, "tb": 1e12, "g": 2.0**30, "t": 2.0**40,
@@ -34,7 +35,10 @@ class Quantity(click.ParamType):
         if found is None or unit not in self.units or float(found[1].replace("_", "")) <= 0:
             known = ", ".join(sorted(u for u in self.units if u))
             self.fail(f"{value!r} is not a {self.name}: write it as {self.example} (units: {known})", param, ctx)
-        return float(found[1].replace("_", "")) * self.units[unit]
+        number = float(found[1].replace("_", "")) * self.units[unit]
+        if number > _LARGEST:
+            self.fail(f"{value!r} is more than there is anywhere: write it as {self.example}", param, ctx)
+        return number
 
 
 COUNT = Quantity("number of parameters", _COUNTS, "7b")

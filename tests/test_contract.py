@@ -33,7 +33,8 @@ SAID = {
         "due": True,
     },
     "memory": {"used": 10**9, "peak": 2 * 10**9},
-    "notice": {"level": "warning", "text": 'naïve "quotes"\nand a line \u2028 more'},
+    "notice": {"level": "warning", "text": 'naïve "quotes"\nand a line \u2028 more', "from_watch": True},
+    "position": {"operation": 41, "step": 3, "text": "waits for other ranks at a step", "since": 1.5e9},
 }
 
 

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from zrun.connection import Closed, Connection
 from zrun.errors import HostLostError
-from zrun.events import AgentFailed, Event, MemoryUsed, WorkerExited
+from zrun.events import AgentFailed, Event, MemoryUsed, Notice, RankPosition, WorkerExited
 from zrun.feed import ConsoleFeed
 from zrun.heart import Heart
 from zrun.job import FailureReport
@@ -127,7 +127,7 @@ class Attempt:
     # ---- what happens ----------------------------------------------------------------------------------------------
 
     def _on_event(self, place: int, event: Event) -> None:
-        if not isinstance(event, MemoryUsed):  # which is said by a thread of its own
+        if not _tells_of_silence(event):
             self._times.spoke_at = time.monotonic()
         self._outcome.take(place, event)
         self._feed.handle(self._connections[place].spec.host, event)
@@ -250,3 +250,8 @@ class Attempt:
             tuple(host.spec.node_rank for host in hosts if host.lost is not None),
             tuple((host.spec.host, host.done.log_dir) for host in hosts if host.done is not None and host.done.log_dir),
         )
+
+
+def _tells_of_silence(event: Event) -> bool:
+    """Said while a rank does nothing, too."""
+    return isinstance(event, (MemoryUsed, RankPosition)) or (isinstance(event, Notice) and event.from_watch)

@@ -77,6 +77,19 @@ class Notice(Event):
     rank: int
     level: str
     text: str
+    from_watch: bool = False  # it tells of silence, so it does not end one
+
+
+@dataclass(frozen=True)
+class RankPosition(Event):
+    """Where this rank stands still, said when it has done so for a second, and about once a second if that changes."""
+
+    kind: ClassVar[str] = "position"
+    rank: int
+    operation: int  # how many operations it has begun that all ranks run in one order
+    step: int  # optimizer steps done
+    text: str  # what it does there; empty: it goes on
+    since: float  # seconds since the epoch, its own clock
 
 
 # ---- said by agents ----------------------------------------------------------------------------------------------
@@ -163,6 +176,7 @@ KINDS: dict[str, type[Event]] = {
         StepDone,
         MemoryUsed,
         Notice,
+        RankPosition,
         AgentAlive,
         WorkerStarted,
         WorkerOutput,
@@ -172,7 +186,7 @@ KINDS: dict[str, type[Event]] = {
         AgentDone,
     )
 }
-WORKER_KINDS = frozenset({RunStarted.kind, StepDone.kind, MemoryUsed.kind, Notice.kind})
+WORKER_KINDS = frozenset({RunStarted.kind, StepDone.kind, MemoryUsed.kind, Notice.kind, RankPosition.kind})
 
 
 def encode(event: Event) -> bytes:

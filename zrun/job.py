@@ -78,4 +78,5 @@ class FailureReport:
     same_count: int = 1  # ranks that failed alike, this one included
     others_stopped: int = 0  # ranks that were ended because of it
     hint: str = ""
+    positions: tuple[str, ...] = ()  # where the ranks stood still: a line for each place, those behind first
     log_path: str = ""  # directory on `host` with the output of the failing rank (of the whole host if rank is None)

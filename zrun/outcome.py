@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zrun.errors import HostLostError, ZrunError
-from zrun.events import AgentDone, AgentFailed, Event, WorkerExited, WorkerStarted
+from zrun.events import AgentDone, AgentFailed, Event, RankPosition, WorkerExited, WorkerStarted
 from zrun.job import FailureReport, JobSpec
 from zrun.outputs import likeness
-from zrun.stall import stall_report
+from zrun.stall import position_lines, stall_report
 from zrun.transport.base import AgentEnd
 
 _SLOW_END_SECONDS = 10.0  # from a traceback to the end of its process
@@ -27,6 +27,7 @@ class HostState:
     log_dirs: dict[int, str] = field(default_factory=dict)  # by rank
     pids: dict[int, int] = field(default_factory=dict)  # by rank
     exits: dict[int, WorkerExited] = field(default_factory=dict)  # by rank
+    positions: dict[int, RankPosition] = field(default_factory=dict)  # by rank, of those that stand still
     failed: AgentFailed | None = None
     done: AgentDone | None = None
     lost: ZrunError | None = None  # the link ended before the agent was done
@@ -82,12 +83,20 @@ class Outcome:
             host.pids[event.rank] = event.pid
         elif isinstance(event, WorkerExited):
             host.exits[event.rank] = event
+        elif isinstance(event, RankPosition):
+            self._note_position(host, event)
         elif isinstance(event, AgentFailed):
             host.failed = host.failed or event
         elif isinstance(event, AgentDone):
             host.done = event
         if host.failures or host.failed is not None:
             self._blame(host)
+
+    def _note_position(self, host: HostState, event: RankPosition) -> None:
+        if event.text:
+            host.positions[event.rank] = event
+        else:
+            host.positions.pop(event.rank, None)
 
     def close(self, place: int, error: ZrunError | None) -> None:
         """The link to a host has ended."""
@@ -131,11 +140,14 @@ class Outcome:
             return None
         if self._silent_seconds is not None:
             exits = [(h.spec.host, e, h.log_dir_of(e.rank)) for h in self.hosts for e in h.exits.values()]
-            return stall_report(self._silent_seconds, exits)
+            return stall_report(self._silent_seconds, exits, self._positions())
         if host.failures:
             return self._worker_report(*self._earliest())
         report = _agent_report(host, host.failed) if host.failed is not None else _lost_report(host)
         return dataclasses.replace(report, others_stopped=self._others_stopped(set()))
+
+    def _positions(self) -> dict[int, RankPosition]:
+        return {rank: one for host in self.hosts for rank, one in host.positions.items()}
 
     def _earliest(self) -> tuple[HostState, WorkerExited]:
         """Of all failures the first, by one clock: a crash takes others along sooner than it is heard of.
@@ -171,9 +183,23 @@ class Outcome:
             traceback=event.traceback,
             same_count=len(alike),
             others_stopped=self._others_stopped(alike),
-            hint=event.hint,
+            hint=event.hint or self._ended_before(event),
+            positions=position_lines(self._positions()) if code == -signal.SIGABRT else (),
             log_path=host.log_dir_of(event.rank),
         )
+
+    def _ended_before(self, failed: WorkerExited) -> str:
+        """Which ranks ended with 0 before a failure, or were ending: others fail because they miss them.
+
+        Empty if none did, or most.
+        """
+        exits = [event for host in self.hosts for event in host.exits.values()]
+        latest = failed.at + _SLOW_END_SECONDS
+        ranks = sorted(e.rank for e in exits if e.returncode == 0 and not e.stopped and e.at < latest)
+        if not ranks or 2 * len(ranks) > self.hosts[0].spec.world_size:
+            return ""
+        names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f"rank {names} had ended by itself, with exit code 0"
 
     def _alike(self, event: WorkerExited) -> set[int]:
         """Ranks that failed like this one; those that were ended while they said the same are among them."""

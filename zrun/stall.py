@@ -1,22 +1,31 @@
-"""Which rank keeps the others waiting, from the stacks that all ranks showed when they were ended. Pure."""
+"""Which rank keeps the others waiting: from where the ranks said that they stand, and from the stacks that they showed
+when they were ended. Pure.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from zrun.events import WorkerExited
+from zrun.events import RankPosition, WorkerExited
 from zrun.job import FailureReport
 
 _EXIT_CODE = 134  # 128 + SIGABRT, which ended them
+_LINES = 12  # of positions
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
-def stall_report(seconds: float, exits: Sequence[tuple[str, WorkerExited, str]]) -> FailureReport:
+def stall_report(
+    seconds: float,
+    exits: Sequence[tuple[str, WorkerExited, str]],
+    positions: Mapping[int, RankPosition],
+) -> FailureReport:
     """Why the job failed.
 
     Args:
         exits: host, end and directory of files, of each rank that ended.
+        positions: by rank, as far as ranks said where they stand.
     """
     silent = f"all ranks were silent for {seconds:g} s"
     by_place: dict[tuple[str, ...], list[tuple[str, WorkerExited, str]]] = {}
@@ -25,9 +34,11 @@ def stall_report(seconds: float, exits: Sequence[tuple[str, WorkerExited, str]])
         if frames:
             by_place.setdefault(frames, []).append(entry)
     if not by_place:
-        return FailureReport(f"{silent}, and showed no stacks", "", None, -6, _EXIT_CODE, "SIGABRT")
-    # The odd one out is the one the others wait for; among equals the one of the lowest rank.
-    frames, odd = min(by_place.items(), key=lambda item: len(item[1]))
+        report = FailureReport(f"{silent}, and showed no stacks", "", None, -6, _EXIT_CODE, "SIGABRT")
+        return dataclasses.replace(report, positions=position_lines(positions))
+    # One that is behind is waited for, else the odd one out; among equals the one of the lowest rank.
+    late = behind(positions)
+    frames, odd = min(by_place.items(), key=lambda item: (not late & {e[1].rank for e in item[1]}, len(item[1])))
     host, event, log_path = odd[0]
     ranks = ", ".join(str(entry[1].rank) for entry in odd[:8]) + (", ..." if len(odd) > 8 else "")
     if len(by_place) == 1:
@@ -47,8 +58,31 @@ def stall_report(seconds: float, exits: Sequence[tuple[str, WorkerExited, str]])
         same_count=len(odd),
         others_stopped=len(exits) - len(odd),
         hint="the stacks of the other ranks are in their files",
+        positions=position_lines(positions),
         log_path=log_path,
     )
+
+
+def behind(positions: Mapping[int, RankPosition]) -> set[int]:
+    """The ranks that began fewer operations than others; none if it is the same for all, or not known."""
+    newest = max((one.operation for one in positions.values()), default=0)
+    least = min((one.operation for one in positions.values()), default=0)
+    return {rank for rank, one in positions.items() if one.operation == least < newest}
+
+
+def position_lines(positions: Mapping[int, RankPosition]) -> tuple[str, ...]:
+    """A line for each place where ranks stand, those behind first."""
+    late = behind(positions)
+    places: dict[tuple[int, int, str], list[int]] = {}
+    for rank, one in sorted(positions.items()):
+        places.setdefault((one.operation, one.step, one.text), []).append(rank)
+    lines = []
+    for (operation, step, text), ranks in sorted(places.items(), key=lambda item: item[0][0]):
+        who = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
+        mark = "   <- behind" if late & set(ranks) else ""
+        lines.append(f"rank {who}: {step} steps done, operation {operation}: {text}{mark}")
+    left_out = len(lines) - _LINES
+    return tuple(lines[:_LINES]) + ((f"and {left_out} more places",) if left_out > 0 else ())
 
 
 def main_stack(dump: str) -> tuple[str, ...]:

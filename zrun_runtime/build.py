@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zrun_runtime import checkpointing
+from zrun_runtime.agreement import config_facts, model_facts, optimizer_facts, require_agreement
 from zrun_runtime.casting import cast_model, device_hints
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
@@ -55,8 +56,10 @@ def build_engine(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else _trainable(model))
     groups = _param_groups(model, optimizer, model_parameters, config)
-    collectives = Collectives(world)
-    zero = ZeroModel(model, group_numbers(groups), _settings(config, policy, model), collectives)
+    collectives, numbers, settings = Collectives(world), group_numbers(groups), _settings(config, policy, model)
+    facts = [*config_facts(config), *optimizer_facts(optimizer, groups), *model_facts(model, numbers, settings.leaves)]
+    require_agreement(collectives, collectives.register("initialize"), "initialize", facts)
+    zero = ZeroModel(model, numbers, settings, collectives)
     updater = _updater(optimizer, groups, zero, config)
     scheduler = _scheduler(lr_scheduler, updater, config, world)
     engine = Engine(model, zero, updater, scheduler, config, collectives)

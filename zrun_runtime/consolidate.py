@@ -115,7 +115,7 @@ def full_value(zero: ZeroModel, parameter: nn.Parameter, shard: Tensor | None) -
     if shard.numel() != group.layout.padded_numel:
         shard = shard.to(group.full.device).contiguous()  # which may be on the host
         full = torch.empty(group.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        zero.collectives.all_gather(full, shard).wait()
+        zero.collectives.all_gather(full, shard, group.ticket).wait()
     offset = group.layout.offsets[index]
     view = group.views[index]
     return full.as_strided(view.size(), view.stride(), offset).clone()

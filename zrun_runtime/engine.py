@@ -191,7 +191,7 @@ class Engine(EngineCheckpoint):
 
     @timed("step")
     def _update(self, formation: Formation, lr_kwargs: dict[str, Any]) -> Verdict:
-        verdict = self.zero.vote(self._losses, self.loss_scale(), formation.mark())
+        verdict = self.zero.vote(self._losses, self.loss_scale(), formation.mark(), formation.options_mark())
         if verdict.finite:
             formation.retire()
             self.zero.update(verdict)
@@ -239,6 +239,7 @@ class Engine(EngineCheckpoint):
 
     def _report(self, verdict: Verdict) -> None:
         self._last = verdict
+        self.collectives.watch.step = self.global_steps
         rates = self.get_lr()
         self.progress.step_done(
             StepReport(

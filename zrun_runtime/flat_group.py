@@ -62,6 +62,7 @@ class FlatGroup(ScriptsWrite):
             self.weights = MasterWeights(self.owned, self.own if self.owned is self.shard else self.full, plan)
         self.ticket = collectives.register(f"a gather of {spec.label}")
         collectives.register(f"a reduction of {spec.label}")
+        collectives.register(f"the edits of {spec.label} in a gathering")
         self.residence = Residence.UNSHARDED
         self.frozen = False  # has master weights and state, but is left out of steps for now
         self._pending = Pending()
@@ -113,6 +114,11 @@ class FlatGroup(ScriptsWrite):
     def reduction_ticket(self) -> int:
         """The one registered after `ticket`."""
         return self.ticket + 1
+
+    @property
+    def edit_ticket(self) -> int:
+        """The one registered after that."""
+        return self.ticket + 2
 
     @property
     def trains(self) -> bool:
@@ -208,7 +214,7 @@ class FlatGroup(ScriptsWrite):
         if self.owned is self.full:
             return Pending()
         Courier.of(self.full.device).join(self.full.device)
-        return self.collectives.all_gather(self.full, self.home.bring(self.own))
+        return self.collectives.all_gather(self.full, self.home.bring(self.own), self.ticket)
 
     def store(self, source: int | None = None) -> None:
         """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zrun_runtime.agreement import require_agreement
 from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
 from zrun_runtime.layout import Layout, round_up
@@ -26,6 +27,8 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.reducer import GroupGrads
 from zrun_runtime.regroup import Part, split
 from zrun_runtime.zero_model import ZeroModel
+
+_COMPARED = ("lr", "weight_decay", "momentum", "betas")  # options that schedules and people change while it trains
 
 
 class Structure:
@@ -137,6 +140,12 @@ class Formation:
         frozen = [index for index, p in enumerate(self._trained()) if not p.requires_grad]
         return float(hash(tuple(frozen)) % (1 << 52)) if frozen else 0.0
 
+    def options_mark(self) -> float:
+        """A number that is the same on every rank if the optimizer groups have the same options."""
+        groups = self.updater.optimizer.param_groups
+        options = tuple(_number(group.get(name)) for group in groups for name in _COMPARED)
+        return float(hash(options) % (1 << 52))
+
     def _trained(self) -> list[nn.Parameter]:
         return [p for grads in self.zero.reducer.order for p in grads.group.spec.parameters]
 
@@ -158,7 +167,8 @@ class Formation:
 
     def _relay(self, trained: Callable[[FlatGroup, nn.Parameter], bool], fresh: dict[str, nn.Parameter]) -> None:
         zero = self.zero
-        zero.collectives.exchange(self._ticket, (float(len(fresh)),)).wait()
+        facts = [(name, str(tuple(parameter.shape))) for name, parameter in fresh.items()]
+        require_agreement(zero.collectives, self._ticket, "a change of what is trained", facts)
         groups: list[FlatGroup] = []
         parts = {grads.group: [Part(grads, None)] for grads in zero.reducer.order}
         for group in zero.groups:
@@ -202,3 +212,12 @@ class Formation:
         for part, (trains, _) in zip(parts[group], members, strict=True):
             part.grads.group.frozen = not trains and part.grads.group.master is not None
         return [part.grads.group for part in parts[group]]
+
+
+def _number(value: Any) -> Any:
+    """An option as numbers whose hash is the same in every process; what is no number, or on a device, as 0."""
+    if isinstance(value, tuple):
+        return tuple(map(_number, value))
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        value = value.item()
+    return value if isinstance(value, (int, float)) and value == value else 0.0

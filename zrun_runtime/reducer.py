@@ -201,7 +201,7 @@ class GradReducer:
             out = grads.reduced if grads.reduced is not None else _new_shard(group)
         grads.launched = True
         again = accumulate and out is not full
-        pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.ticket)
+        pending = self.collectives.reduce(full, group.wanted_grads, out, again, group.reduction_ticket)
         if checked:
             pending = self.collectives.checked(pending, group.reduction_ticket)
         self.moving.flying.append((grads, out, pending))

@@ -99,7 +99,7 @@ def _whole(group: FlatGroup, stored: Tensor) -> Tensor:  # (padded_numel,)
     if stored.numel() == group.layout.padded_numel:
         return stored
     full = torch.empty(group.layout.padded_numel, dtype=stored.dtype, device=stored.device)
-    group.collectives.all_gather(full, stored.contiguous()).wait()
+    group.collectives.all_gather(full, stored.contiguous(), group.ticket).wait()
     return full
 
 

@@ -1,7 +1,7 @@
 """What a worker tells the launcher, or a person when there is no launcher.
 
 The wire format is docs/protocol.md: one JSON line an event, written to the pipe that ZRUN_EVENT_FD names. Saying
-something never blocks training and never raises: when the pipe is full, `step` and `memory` events are dropped.
+something never blocks training and never raises: when the pipe is full, events that are said often are dropped.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import math
 import os
 import select
 import sys
+import threading
 from typing import Any
 
 MAX_LINE_BYTES = 64 * 1024  # a write of up to PIPE_BUF is atomic; longer lines are still whole, as only we write here
+_IMPATIENT = ("step", "memory", "position")  # said often: dropped if there is no room for them
 _WAIT_SECONDS = 1.0  # the longest a run_started or notice may wait for room in the pipe
 
 
@@ -24,6 +26,7 @@ class Telemetry:
     def __init__(self, fd: int | None) -> None:
         self.fd = fd
         self.pid = os.getpid()
+        self._lock = threading.RLock()  # the watch speaks from a thread of its own
         if fd is not None:
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
@@ -51,7 +54,8 @@ class Telemetry:
             return False
         clean = {key: _finite(value) for key, value in fields.items()}
         line = json.dumps({"event": kind, **clean}, separators=(",", ":"), default=str).encode() + b"\n"
-        return len(line) <= MAX_LINE_BYTES and self._write(line, patient=kind not in ("step", "memory"))
+        with self._lock:
+            return len(line) <= MAX_LINE_BYTES and self._write(line, patient=kind not in _IMPATIENT)
 
     def _write(self, line: bytes, patient: bool) -> bool:
         """Write the whole line or nothing; a line once begun is always finished."""
@@ -87,7 +91,12 @@ def telemetry() -> Telemetry:
     return _telemetry
 
 
-def notice(level: str, text: str, rank: int = 0) -> None:
-    """Tell the person at the console: through the launcher, else on stderr. level: info, warning or error."""
-    if not telemetry().emit("notice", rank=rank, level=level, text=text):
+def notice(level: str, text: str, rank: int = 0, from_watch: bool = False) -> None:
+    """Tell the person at the console: through the launcher, else on stderr.
+
+    Args:
+        level: info, warning or error.
+        from_watch: it tells of silence, so it is no sign that the program goes on.
+    """
+    if not telemetry().emit("notice", rank=rank, level=level, text=text, from_watch=from_watch):
         sys.stderr.write(f"[zrun rank {rank}] {level}: {text}\n")

@@ -26,12 +26,20 @@ from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.ownership import claim, home_of, refuse_to_train
 from zrun_runtime.placement import place
 from zrun_runtime.plan import StatePlan
+from zrun_runtime.positions import ranks_text
 from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
 from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings, on_every_rank
 from zrun_runtime.unfit import refuse_unfit
 from zrun_runtime.window import Window
+
+_FROZEN_ALIKE = "other parameters are frozen", "call requires_grad_() alike on every rank"
+_OPTIONS_ALIKE = (
+    "the optimizer groups have another learning rate, weight decay or momentum",
+    "change them alike on every rank; a schedule that follows a measure needs the mean of all ranks "
+    "(torch.distributed.all_reduce)",
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class ZeroModel:
         self.managed = self.to_manage()
         self.updater: ShardedOptimizer | None = None
         self.ticket = collectives.register("a step")
+        collectives.watch.know(model)
         self.gradient_order: list[str] | None = None  # names of trained parameters; None until the first update
         self.removed = False
         self.edits = Edits(collectives.world.rank)
@@ -192,15 +201,16 @@ class ZeroModel:
 
     # ---- a step
 
-    def vote(self, losses: Sequence[Tensor], loss_scale: float, mark: float = 0.0) -> Verdict:
+    def vote(self, losses: Sequence[Tensor], loss_scale: float, frozen: float = 0.0, options: float = 0.0) -> Verdict:
         """Finish the reductions and agree on the norm, on whether to step, and on the loss to report.
 
         Args:
             losses: of this rank's micro-batches, scalars. The device is read once, for their sum and the norm together.
-            mark: a number that has to be the same on every rank: which parameters are frozen now.
+            frozen, options: numbers that have to be the same on every rank: which parameters are frozen now, and
+                the options of the optimizer groups.
 
         Raises:
-            EngineError: it is not; on every rank.
+            EngineError: they are not; on every rank.
         """
         self.edits.take_back(self.groups)
         self.reducer.finish_step()
@@ -210,13 +220,9 @@ class ZeroModel:
         told = [square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]
         mine = self.collectives.read(torch.stack(told))
         self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
-        heard = self.collectives.exchange(self.ticket, (*mine[:2], len(losses), mark)).wait()
-        if (heard[:, 3] != mark).any():
-            ranks = ", ".join(str(rank) for rank, other in enumerate(heard[:, 3].tolist()) if other != mark)
-            raise EngineError(
-                f"step: other parameters are frozen on rank {ranks} than on rank {self.collectives.world.rank}",
-                "call requires_grad_() alike on every rank",
-            )
+        heard = self.collectives.exchange(self.ticket, (*mine[:2], len(losses), frozen, options)).wait()
+        _require_same(heard[:, 3], self.collectives.world.rank, *_FROZEN_ALIKE)
+        _require_same(heard[:, 4], self.collectives.world.rank, *_OPTIONS_ALIKE)
         total, loss, count = (float(v) for v in heard[:, :3].sum(0))
         finite = total < float("inf")  # false for NaN as well
         norm = total**0.5 / loss_scale if finite else float("inf")
@@ -316,6 +322,17 @@ def _carry_pins(before: ShardHolder, after: ShardHolder) -> None:
 def _can_be_made_again(group: FlatGroup) -> bool:
     """The master weights are no finer than the parameters; they are where someone has set them."""
     return group.weights is None or group.weights.as_coarse_as_shown()
+
+
+def _require_same(
+    said: Tensor,  # (world,): have to be equal
+    here: int,  # this rank
+    what: str,
+    hint: str,
+) -> None:
+    odd = [rank for rank, other in enumerate(said.tolist()) if other != said[here]]
+    if odd:
+        raise EngineError(f"step: {what} on {ranks_text(odd)} than on rank {here}", hint)
 
 
 def _present(reduced: Tensor | None) -> Tensor:

@@ -64,4 +64,6 @@ def test_a_rank_that_stops_is_told_of_within_the_time_out(stage: int, how: str) 
             own.run(odd_uses.stops, stage=stage, how=how, timeout=90)
         return
     first, _ = own.run(odd_uses.stops, stage=stage, how=how, timeout=90, last=True)
-    assert first.startswith("RanksDivergedError: rank 0 waited for the other ranks")
+    assert first.startswith("RanksDivergedError: rank 0 waited for rank 1 at a ")
+    assert "\n    rank 1: 1 steps done, operation " in first and "outside the engine, at " in first
+    assert "   <- behind\n    rank 0: 1 steps done, operation " in first

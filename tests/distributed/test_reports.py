@@ -103,7 +103,7 @@ def test_a_rank_with_more_batches_is_told_within_the_time_out() -> None:
     assert results[0][0] == ""
     kind, said = results[1]
     assert kind == "RanksDivergedError"
-    assert "rank 1 waited for the other ranks" in said
+    assert "rank 1 waited for rank 0 at " in said and "<- behind" in said
 
 
 @pytest.mark.parametrize("drop_last", (False, True))

@@ -29,7 +29,7 @@ def test_a_stack_is_that_of_the_thread_that_took_the_signal():
 
 
 def test_the_one_that_differs_is_named():
-    report = stall_report(60, [ended(0), ended(1), ended(2, "load"), ended(3)])
+    report = stall_report(60, [ended(0), ended(1), ended(2, "load"), ended(3)], {})
     assert (report.rank, report.host, report.exit_code, report.log_path) == (2, "node-2", 134, "/logs/rank-2")
     assert report.message.startswith("all ranks were silent for 60 s: rank 2 on node-2 differs: at /train.py:9 in load")
     assert "3 others are at /train.py:9 in all_reduce" in report.message
@@ -37,11 +37,11 @@ def test_the_one_that_differs_is_named():
 
 
 def test_ranks_that_wait_at_the_same_place():
-    report = stall_report(60, [ended(1), ended(0)])
+    report = stall_report(60, [ended(1), ended(0)], {})
     assert (report.rank, report.same_count) == (0, 2)
     assert report.message == "all ranks were silent for 60 s: all are at /train.py:9 in all_reduce"
 
 
 def test_no_stacks():
-    report = stall_report(60, [("a", WorkerExited(0, -9, False, 0.0, ""), "")])
+    report = stall_report(60, [("a", WorkerExited(0, -9, False, 0.0, ""), "")], {})
     assert report.rank is None and "showed no stacks" in report.message

@@ -38,6 +38,7 @@ def failure_words(failure: FailureReport) -> FailureWords:
         remarks.append(f"{failure.same_count} ranks failed alike, shown is the first")
     if failure.others_stopped:
         remarks.append(f"{figures.count(failure.others_stopped, 'other rank')} stopped because of it")
+    remarks += failure.positions
     if failure.hint:
         remarks.append(failure.hint)
     if failure.log_path:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from zrun.console import Console
 
-_FLEETING = (events.WorkerOutput, events.OutputDropped, events.StepDone, events.MemoryUsed, events.AgentAlive)
+_FLEETING = (
+    *(events.WorkerOutput, events.OutputDropped, events.StepDone),
+    *(events.MemoryUsed, events.RankPosition, events.AgentAlive),
+)
 
 
 class Recorded:

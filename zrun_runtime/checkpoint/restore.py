@@ -221,7 +221,7 @@ class Restorer:
                 state = updater.read_state(flat)
                 whole = [t for t in (state.master, *state.moments.values()) if t is not None]
                 for tensor in whole if self.wanted.moments else whole[:1]:
-                    collectives.all_gather(tensor, own_slice(tensor, flat, rank)).wait()
+                    collectives.all_gather(tensor, own_slice(tensor, flat, rank), flat.ticket).wait()
                 updater.write_state(flat, state)
             flat.publish().wait()
 

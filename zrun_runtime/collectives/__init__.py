@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from zrun_runtime.collectives.nccl import NcclTransport
 from zrun_runtime.collectives.transport import DONE, Pending, Transport
 from zrun_runtime.distributed import World
 from zrun_runtime.layout import Layout
+from zrun_runtime.watch import Watch
 
 __all__ = ["Channel", "Collectives", "Exchange", "Pending", "Traffic"]
 
@@ -46,7 +47,8 @@ class Channel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ledger = Ledger(world)
+        self.watch = Watch(world)
+        self.ledger = Ledger(world, self.watch)
         self.transport = _transport(world)
 
     @classmethod
@@ -75,6 +77,7 @@ class Collectives:
         self._transport: Transport = channel.transport
         self._release = channel.transport.release_scratch
         self._ledger = channel.ledger
+        self.watch = channel.watch
 
     def register(self, label: str) -> int:
         """A ticket for gathers or steps, called `label` in errors (see [Note: tickets])."""
@@ -92,16 +95,29 @@ class Collectives:
         own = full.chunk(size)[rank]
         if target is Layout.SHARDED:
             self._count("reduce_scatter", full)
-            return self._transport.reduce_scatter(full, out, accumulate, ticket)
+            return self._begun(ticket, lambda: self._transport.reduce_scatter(full, out, accumulate, ticket))
         if size == 1:
             return DONE
         self._count("reduce_scatter", full)
-        first = self._transport.reduce_scatter(full, own, False, ticket)
+        first = self._begun(ticket, lambda: self._transport.reduce_scatter(full, own, False, ticket))
 
         def complete() -> None:
             first.wait()
             self._count("all_gather", full)
-            self._transport.all_gather(full, own, 0).wait()
+            self._begun(ticket, lambda: self._transport.all_gather(full, own, 0)).wait()
+
+        return Pending(complete)
+
+    def _begun(self, ticket: int, begin: Callable[[], Pending]) -> Pending:
+        """A movement whose errors tell who is missing, and at what."""
+        what = self._ledger.label(ticket)
+        self.watch.operation += 1
+        with self.watch.waiting(what):
+            pending = begin()
+
+        def complete() -> None:
+            with self.watch.waiting(what):
+                pending.wait()
 
         return Pending(complete)
 
@@ -115,10 +131,10 @@ class Collectives:
 
         return Pending(complete)
 
-    def all_gather(self, full: Tensor, own: Tensor) -> Pending:
-        """SHARDED -> REPLICATED at a place where all ranks are known to agree (inside `step`)."""
+    def all_gather(self, full: Tensor, own: Tensor, ticket: int) -> Pending:
+        """SHARDED -> REPLICATED at a place where all ranks are known to agree (inside `step`). ticket: for errors."""
         self._count("all_gather", full)
-        return self._transport.all_gather(full, own, 0)
+        return self._begun(ticket, lambda: self._transport.all_gather(full, own, 0))
 
     def checked_all_gather(self, full: Tensor, own: Tensor, ticket: int) -> Pending:
         """SHARDED -> REPLICATED where ranks might have gone different ways: the ticket is compared first.
@@ -129,7 +145,7 @@ class Collectives:
             return self._transport.all_gather(full, own, ticket)
         self._ledger.check_process()
         self._count("all_gather", full)
-        return self.checked(self._transport.all_gather(full, own, ticket), ticket)
+        return self.checked(self._begun(ticket, lambda: self._transport.all_gather(full, own, ticket)), ticket)
 
     def exchange(self, ticket: int, values: Sequence[float] = ()) -> Exchange:
         """Say a ticket and up to seven numbers; hear those of all ranks, in rank order."""
@@ -143,7 +159,9 @@ class Collectives:
         if self.world.rank == source:
             self.traffic.count("other", tensor.numel() * tensor.element_size())
         dense = tensor.detach().contiguous()
-        self._transport.broadcast(dense.view(-1).view(torch.uint8), source)  # bytes: transports do not know all dtypes
+        self.watch.operation += 1
+        with self.watch.waiting(f"a broadcast from rank {source}"):
+            self._transport.broadcast(dense.view(-1).view(torch.uint8), source)  # bytes: not all dtypes can be sent
         if dense.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(dense)
 
@@ -157,7 +175,10 @@ class Collectives:
 
     def read(self, values: Tensor) -> list[float]:
         """Numbers of the device, on the host. In an imagined world all are 0."""
-        return [0.0] * values.numel() if self.world.imagined else values.tolist()
+        if self.world.imagined:
+            return [0.0] * values.numel()
+        with self.watch.waiting("the reductions of a step"):  # on a GPU the host waits for them only here
+            return values.tolist()
 
     def release_scratch(self) -> None:
         """Give back buffers that are wanted only while gradients are reduced."""

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zrun_runtime.collectives.transport import DONE, Pending, finish
+from zrun_runtime.collectives.transport import DONE, Pending, begin, finish
 from zrun_runtime.distributed import World
+from zrun_runtime.watch import PeerError
 
 # Tags keep messages of different movements apart: 3 bits of stream, then a number. Exchanges (ledger.py) use 3.
 _GATHER, _REDUCE = 1 << 28, 2 << 28
@@ -39,13 +40,13 @@ class GlooTransport:
         slices = full.chunk(size)
         received = self._borrow(out.numel() * (size - 1), full)
         incoming = dict(zip((p for p in range(size) if p != rank), received.chunk(max(1, size - 1)), strict=True))
-        works = []
+        messages = []
         for peer in self._peers():
-            works.append(self.group.recv([incoming[peer]], peer, tag))
-            works.append(self.group.send([slices[peer]], peer, tag))
+            messages.append(begin(self.group.recv, incoming[peer], peer, tag))
+            messages.append(begin(self.group.send, slices[peer], peer, tag))
 
         def complete() -> None:
-            finish(works, rank, "reducing gradients")
+            finish(messages)
             terms = [slices[p] if p == rank else incoming[p] for p in range(size)]
             _sum_into(out, terms, accumulate)
             self._scratch.append(received)
@@ -58,20 +59,23 @@ class GlooTransport:
         tag = _GATHER | ((self._gathers & 0xFFF) << 16) | (ticket & 0xFFFF)
         self._gathers += 1
         slices = full.chunk(size)
-        works = []
+        messages = []
         for peer in self._peers():
-            works.append(self.group.recv([slices[peer]], peer, tag))
-            works.append(self.group.send([own], peer, tag))
+            messages.append(begin(self.group.recv, slices[peer], peer, tag))
+            messages.append(begin(self.group.send, own, peer, tag))
         if slices[rank].data_ptr() != own.data_ptr():
             slices[rank].copy_(own)
 
         def complete() -> None:
-            finish(works, rank, "gathering parameters")
+            finish(messages)
 
         return Pending(complete)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        try:
+            dist.broadcast(tensor, group_src=source, group=self.group)
+        except RuntimeError as error:
+            raise PeerError(source, str(error)) from error
 
     def release_scratch(self) -> None:
         """Give back the receive buffers; they are wanted only while gradients are reduced."""

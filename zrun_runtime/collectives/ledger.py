@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zrun_runtime.collectives.transport import finish
+from zrun_runtime.collectives.transport import begin, finish
 from zrun_runtime.distributed import World
 from zrun_runtime.errors import DistributedError, RanksDivergedError
+from zrun_runtime.positions import ranks_text
+from zrun_runtime.watch import Watch
 
 SLOTS = 8  # float64 numbers of one message: the ticket and up to seven values
 _TAG = 3 << 28  # the tags of exchanges; see collectives/gloo.py for the other streams
@@ -31,21 +33,23 @@ _SEQUENCE_MASK = (1 << 28) - 1
 class Exchange:
     """One exchange under way: what every rank said at this place of the sequence."""
 
-    def __init__(self, ledger: Ledger, said: Tensor, heard: Tensor, works: list[dist.Work]) -> None:
-        self._ledger, self._said, self._heard, self._works = ledger, said, heard, works
+    def __init__(self, ledger: Ledger, said: Tensor, heard: Tensor, messages: list[tuple[int, dist.Work]]) -> None:
+        self._ledger, self._said, self._heard, self._messages = ledger, said, heard, messages
 
     def wait(self) -> Tensor:
         """(world, 7) float64: the values of every rank, in rank order.
 
         Raises:
-            RanksDivergedError: ranks hold different tickets at this place, or at an earlier one not yet looked at.
+            RanksDivergedError: ranks hold different tickets at this place, or at an earlier one not yet looked at; or
+                a rank does not come.
         """
         self._ledger.settle(self)
         return self._heard[:, 1:]
 
     def settle(self) -> None:
         """Hear the others, and compare."""
-        finish(self._works, self._ledger.world.rank, "agreeing on what comes next")
+        with self._ledger.watch.waiting(self._ledger.label(int(self._said[0]))):
+            finish(self._messages)
         tickets = [int(t) for t in self._heard[:, 0].tolist()]
         if len(set(tickets)) > 1:
             raise self._ledger.diverged(tickets)
@@ -54,8 +58,8 @@ class Exchange:
 class Ledger:
     """See [Note: tickets]. One per process group: the engines of a process share its sequence."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, watch: Watch) -> None:
+        self.world, self.watch = world, watch
         self._process = os.getpid()
         self._labels: list[str] = []
         self._sequence = 0
@@ -90,12 +94,14 @@ class Ledger:
         heard[world.rank] = said
         tag = _TAG | (self._sequence & _SEQUENCE_MASK)
         self._sequence += 1
-        works: list[dist.Work] = []
-        for peer in range(world.size):
-            if peer != world.rank and group is not None and not world.imagined:
-                works.append(group.send([said], peer, tag))
-                works.append(group.recv([heard[peer]], peer, tag))
-        self._unsettled.append(Exchange(self, said, heard, works))
+        self.watch.operation += 1
+        messages: list[tuple[int, dist.Work]] = []
+        with self.watch.waiting(self.label(ticket)):
+            for peer in range(world.size):
+                if peer != world.rank and group is not None and not world.imagined:
+                    messages.append(begin(group.send, said, peer, tag))
+                    messages.append(begin(group.recv, heard[peer], peer, tag))
+        self._unsettled.append(Exchange(self, said, heard, messages))
         return self._unsettled[-1]
 
     def settle(self, exchange: Exchange) -> None:
@@ -108,16 +114,13 @@ class Ledger:
         places: dict[int, list[int]] = {}
         for rank, ticket in enumerate(tickets):
             places.setdefault(ticket, []).append(rank)
-        where = "; ".join(f"rank {_ranks(ranks)} at {self._label(ticket)}" for ticket, ranks in places.items())
+        where = "; ".join(f"{ranks_text(ranks)} at {self.label(ticket)}" for ticket, ranks in places.items())
         return RanksDivergedError(
             f"ranks run different operations: {where}",
             "every rank must enter the same modules in the same order; modules that are meant to differ "
             "(a mixture of experts) belong in zrun_runtime.zero.set_z3_leaf_modules",
         )
 
-    def _label(self, ticket: int) -> str:
+    def label(self, ticket: int) -> str:
+        """What errors call it."""
         return self._labels[ticket] if 0 <= ticket < len(self._labels) else f"an unknown operation ({ticket})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)

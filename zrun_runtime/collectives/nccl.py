@@ -8,6 +8,7 @@ from torch import Tensor
 
 from zrun_runtime.collectives.transport import Pending
 from zrun_runtime.distributed import World
+from zrun_runtime.watch import PeerError
 
 # torch 2.13 renamed these two and warns about the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,7 +30,7 @@ class NcclTransport:
         work = _reduce_scatter(received, full, group=self.group, async_op=True)
 
         def complete() -> None:
-            work.wait()
+            _wait(work)
             if accumulate:
                 out.add_(received)
             elif received is not out:
@@ -41,13 +42,24 @@ class NcclTransport:
         work = _all_gather(full, own, group=self.group, async_op=True)
 
         def complete() -> None:
-            work.wait()
+            _wait(work)
             _ = own  # held until here
 
         return Pending(complete)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        try:
+            dist.broadcast(tensor, group_src=source, group=self.group)
+        except dist.DistBackendError as error:
+            raise PeerError(None, str(error)) from error
 
     def release_scratch(self) -> None:
         pass
+
+
+def _wait(work: dist.Work) -> None:
+    """Order the current stream after a movement. The host does not wait, so this fails only after the fact."""
+    try:
+        work.wait()
+    except dist.DistBackendError as error:
+        raise PeerError(None, str(error)) from error

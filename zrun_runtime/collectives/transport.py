@@ -8,7 +8,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from zrun_runtime.errors import RanksDivergedError
+from zrun_runtime.watch import PeerError
 
 
 class Pending:
@@ -27,24 +27,41 @@ class Pending:
 DONE = Pending()
 
 
-def finish(works: Sequence[dist.Work], rank: int, what: str) -> None:
-    """Wait for messages.
+def finish(messages: Sequence[tuple[int, dist.Work]]) -> None:
+    """Wait for messages, each with the rank that it goes to or comes from.
 
     Raises:
-        RanksDivergedError: a peer is gone, or silent for longer than the process group's time-out.
+        PeerError: a rank is gone, or silent for longer than the process group's time-out.
+    """
+    for peer, work in messages:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerError(peer, str(error)) from error
+
+
+def begin(
+    message: Callable[[list[Tensor], int, int], dist.Work],  # `send` or `recv` of a process group
+    tensor: Tensor,
+    peer: int,
+    tag: int,
+) -> tuple[int, dist.Work]:
+    """Begin a message to or from a rank; for `finish`.
+
+    Raises:
+        PeerError: it is gone.
     """
     try:
-        for work in works:
-            work.wait()
+        return peer, message([tensor], peer, tag)
     except RuntimeError as error:
-        raise RanksDivergedError(
-            f"rank {rank} waited for the other ranks ({what}), and one is gone or silent: {error}",
-            "look at the first rank that failed; ranks must run the same number of forwards, backwards and steps",
-        ) from error
+        raise PeerError(peer, str(error)) from error
 
 
 class Transport(Protocol):
-    """Moves flat, contiguous buffers whose length is a multiple of the world size."""
+    """Moves flat, contiguous buffers whose length is a multiple of the world size.
+
+    Each method, and the `wait()` of what it returns, raises PeerError where another rank is gone or silent.
+    """
 
     def reduce_scatter(
         self,

@@ -65,7 +65,7 @@ class GatheredParameters:
         group = place.group
         moved = group.take_back()
         edited = moved or self.forced or _versions(place) != self._versions[group] or group.edited()
-        heard = place.collectives.exchange(group.ticket, (float(edited),)).wait()
+        heard = place.collectives.exchange(group.edit_ticket, (float(edited),)).wait()
         if bool(heard[:, 0].any()):
             group.store(self.source)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,8 +50,43 @@ def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:].contiguous()
 
 
-def after_import(rank: int, world: int, *, directory: str, stage: int, dtype: str) -> dict[str, Any]:
-    """Load an imported checkpoint and do the steps 3 to 5."""
+def their_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear as DeepSpeed computes it once it ran stage 3: the product is rounded before the bias is added."""
+    product = x.matmul(weight.t())
+    return product if bias is None else product + bias
+
+
+@contextmanager
+def linear_of(theirs: bool) -> Iterator[None]:
+    """Inside, F.linear is DeepSpeed's."""
+    own = F.linear
+    F.linear = their_linear if theirs else own  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.linear = own
+
+
+def next_loss(weights: dict[str, Tensor], rank: int, theirs: bool) -> float:
+    """Of step 3, by plain torch."""
+    model = Net()
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+    model.head.weight = model.embed.weight
+    tokens, wanted = _batch(3, rank)
+    with linear_of(theirs):
+        return F.cross_entropy(model(tokens).flatten(0, 1).float(), wanted.flatten()).item()
+
+
+def after_import(
+    rank: int, world: int, *, directory: str, stage: int, dtype: str, theirs: bool = False
+) -> dict[str, Any]:
+    """Load an imported checkpoint and do the steps 3 to 5. theirs: with DeepSpeed's F.linear."""
+    with linear_of(theirs):
+        return _after_import(rank, directory, stage, dtype)
+
+
+def _after_import(rank: int, directory: str, stage: int, dtype: str) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Net()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -73,6 +110,7 @@ def after_import(rank: int, world: int, *, directory: str, stage: int, dtype: st
     engine = zrun_runtime.initialize(model=model, model_parameters=groups, config=config)[0]
     _, client = engine.load_checkpoint(directory)
     seen = engine.module.seen.tolist()
+    mark = mark_of(engine)
     losses = []
     for step in range(3, 6):
         tokens, wanted = _batch(step, rank)
@@ -81,7 +119,8 @@ def after_import(rank: int, world: int, *, directory: str, stage: int, dtype: st
         engine.step()
         losses.append(loss.item())
     counters = engine.global_steps, engine.global_samples
-    return {"losses": losses, "client": client, "lr": engine.get_lr(), "counters": counters, "seen": seen}
+    found = {"losses": losses, "client": client, "lr": engine.get_lr(), "counters": counters, "seen": seen}
+    return {**found, "mark": {key: mark[key] for key in ("masters", "moments")}}
 
 
 def saved_whole(rank: int, world: int, *, directory: str, stage: int, dtype: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ mapped, not read: a parameter is put together and written before the next.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zrun_runtime.checkpoint.convert import Converter, Group, Piece, Source
+from zrun_runtime.checkpoint.convert import Converter, Group, Source
 from zrun_runtime.checkpoint.errors import CheckpointError
 from zrun_runtime.checkpoint.files import checked_tag
 from zrun_runtime.checkpoint.manifest import MASTER
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+# Files that tell of what is not read.
+_UNREAD = {
+    "layer_*_expert_*": "experts (a mixture of experts)",
+    "layer_*-model_*": "layers of a pipeline",
+    "*mp_rank_01_*": "parts of model parallelism",
+    "offloaded_tensors": "tensors on NVMe",
+}
 
 
 def import_deepspeed(path: Path, output: Path, tag: str | None = None) -> Path:
@@ -33,8 +41,15 @@ def import_deepspeed(path: Path, output: Path, tag: str | None = None) -> Path:
         CheckpointError: there is none, it is of a kind that is not known, or the output cannot be written.
     """
     where = _locate(path, tag)
-    source = _universal(where) if (where / "zero").is_dir() else _sharded(where)
-    return Converter(source, where.name.removesuffix("_universal")).write(output)
+    try:
+        source = _universal(where) if (where / "zero").is_dir() else _sharded(where)
+        converter = Converter(source, where.name.removesuffix("_universal"))
+        return converter.write(output)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: is not laid out as a checkpoint of DeepSpeed 0.19: {type(error).__name__}: {error}",
+            "convert it with its ds_to_universal first, or take only the weights with its zero_to_fp32",
+        ) from error
 
 
 def _locate(path: Path, tag: str | None) -> Path:
@@ -49,9 +64,10 @@ def _locate(path: Path, tag: str | None) -> Path:
     where = path if tag is None else path / checked_tag(tag)
     if not where.is_dir():
         raise CheckpointError(f"{where}: there is no such directory")
-    if (where / "offloaded_tensors").exists() or list(where.glob("layer_*")) or list(where.glob("*mp_rank_01_*")):
+    unread = [what for pattern, what in _UNREAD.items() if next(where.glob(pattern), None) is not None]
+    if unread:
         raise CheckpointError(
-            f"{where}: NVMe tensors, pipeline layers, experts and model parallelism cannot be imported",
+            f"{where}: it has {' and '.join(unread)}, which cannot be imported",
             "save it from a run without these, or convert it with ds_to_universal first",
         )
     return where
@@ -106,9 +122,10 @@ def _sharded(where: Path) -> Source:
         )
     if "fp32_flat_groups" in states[0]:
         return Source(
-            loaded[0], _of_slices_of_parameters(where, loaded[0], states), _frozen(loaded), states[0]["loss_scaler"]
+            loaded[0], _of_slices_of_parameters(where, loaded[0], states), _frozen(loaded), states[0].get("loss_scaler")
         )
-    return Source(loaded[0], _of_slices_of_groups(where, loaded[0], states), _frozen(loaded), states[0]["loss_scaler"])
+    scaler = states[0].get("loss_scaler")  # there is none where bf16 gradients are added up in fp32
+    return Source(loaded[0], _of_slices_of_groups(where, loaded[0], states), _frozen(loaded), scaler)
 
 
 def _numbers(path: Path) -> list[int]:
@@ -220,51 +237,93 @@ def _replicated(where: Path, model: dict[str, Any]) -> Source:
     names = [n for n, v in values.items() if n not in buffers and seen.setdefault(v.data_ptr(), n) == n]
     optimizer = model["optimizer"] or {}
     base = optimizer.get("optimizer_state_dict", optimizer)
-    matched = _match(names, values, base.get("state", {}), base.get("param_groups", []))
-    if matched is None:
-        raise CheckpointError(
-            f"{where}: which optimizer state belongs to which parameter is not written in it, and shapes do not tell",
-            "save it at ZeRO stage 1 and import that, or load only the weights: torch.load and load_module_state_dict",
-        )
+    state, options = base.get("state", {}), base.get("param_groups", [])
+    masters = _whole_masters(optimizer, state, options)
     groups = []
-    for options, members in matched:
-        shapes = {name: tuple(values[name].shape) for name in members}
-        state: dict[str, dict[str, list[Piece]]] = {MASTER: {}}
-        scalars: dict[str, Any] = {}
+    for number, members in enumerate(_match(where, {name: values[name] for name in names}, state, options, masters)):
+        group = Group({name: tuple(values[name].shape) for name in members}, {MASTER: {}}, {}, options[number])
         for name, index in members.items():
-            state[MASTER][name] = [(values[name].reshape(-1), 0, values[name].numel())]
-            for key, value in base["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and value.dim():
-                    state.setdefault(key, {})[name] = [(value.reshape(-1), 0, value.numel())]
-                else:
-                    scalars[key] = value
-        groups.append(Group(shapes, state, scalars, options))
-    trained = {name for _, members in matched for name in members}
-    return Source(model, groups, {n: values[n] for n in names if n not in trained})
+            kinds = {k: v for k, v in state.get(index, {}).items() if isinstance(v, Tensor) and v.dim()}
+            for kind, value in {MASTER: masters.get(index, values[name]), **kinds}.items():
+                group.state.setdefault(kind, {})[name] = [(value.reshape(-1), 0, value.numel())]
+            for key, value in state.get(index, {}).items():
+                if key not in kinds and group.scalars.setdefault(key, value) != value:
+                    raise CheckpointError(
+                        f"{where}: the parameters of optimizer group {number} were trained for different numbers of "
+                        f"steps ({key}: {group.scalars[key]} and {value})"
+                    )
+        groups.append(group)
+    trained = {name for group in groups for name in group.shapes}
+    dynamic = argparse.Namespace(**{"cur_hysteresis": 1, **optimizer}) if optimizer.get("dynamic_loss_scale") else None
+    return Source(model, groups, {n: values[n] for n in names if n not in trained}, dynamic)
+
+
+def _whole_masters(
+    optimizer: Mapping[str, Any], state: Mapping[int, Any], options: Sequence[dict[str, Any]]
+) -> dict[int, Tensor]:
+    """The fp32 master weights of 16-bit parameters by their numbers; of fp32 parameters there are none."""
+    found: dict[int, Tensor] = {}
+    for number, group in enumerate(options):
+        if "fp32_groups" in optimizer:  # a tensor each
+            found |= dict(zip(group["params"], optimizer["fp32_groups"][number], strict=True))
+        elif "fp32_groups_flat" in optimizer:  # one after the other
+            flat, start = optimizer["fp32_groups_flat"][number], 0
+            for index in group["params"]:
+                like = state[index]["exp_avg"]
+                found[index] = flat[start : start + like.numel()].view(like.shape)
+                start += like.numel()
+    return found
 
 
 def _match(
-    names: Sequence[str], values: Mapping[str, Tensor], state: Mapping[int, Any], options: Sequence[dict[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, int]]] | None:
-    """Each group's options and its parameters' numbers; None if that is not certain: numbers go to names of the same
-    shape in order, which is right if no other parameter of that shape is in another group or in none."""
-    wanted: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    where: Path,
+    values: Mapping[str, Tensor],
+    state: Mapping[int, Any],
+    options: Sequence[dict[str, Any]],
+    masters: Mapping[int, Tensor],
+) -> list[dict[str, int]]:
+    """Of each optimizer group: name -> number of its parameters.
+
+    Numbers go to names of the same shape in order, which is right if all parameters of that shape are in one group. Of
+    16-bit parameters the values tell as well: they are their master weights, rounded.
+
+    Raises:
+        CheckpointError: it is not certain.
+    """
+
+    def look(value: Tensor, rounded: bool) -> tuple[tuple[int, ...], bytes]:
+        own = value.detach().contiguous().view(torch.uint8).numpy().tobytes() if rounded else b""
+        return tuple(value.shape), hashlib.sha256(own).digest()
+
+    fitting: dict[Any, list[str]] = {}
+    for name, value in values.items():
+        fitting.setdefault(look(value, bool(masters)), []).append(name)
+    wanted: dict[Any, list[tuple[int, int]]] = {}
+    narrow = next((v.dtype for v in values.values() if v.dtype in (torch.float16, torch.bfloat16)), torch.float32)
     for number, group in enumerate(options):
         for index in group["params"]:
-            shape = next(
-                (tuple(v.shape) for v in state.get(index, {}).values() if isinstance(v, Tensor) and v.dim()), None
-            )
-            if shape is None:
-                return None
-            wanted.setdefault(shape, []).append((number, index))
-    found: list[tuple[dict[str, Any], dict[str, int]]] = [(group, {}) for group in options]
-    for shape, places in wanted.items():
-        fitting = [name for name in names if tuple(values[name].shape) == shape]
-        if len(fitting) != len(places) or len({number for number, _ in places}) > 1:
-            return None
-        for name, (number, index) in zip(fitting, places, strict=True):
-            found[number][1][name] = index
+            moments = [v for v in state.get(index, {}).values() if isinstance(v, Tensor) and v.dim()]
+            like = [masters[index].to(narrow)] if masters else moments
+            if not like:
+                raise _uncertain(where, f"there is no state of parameter {index} of optimizer group {number}")
+            wanted.setdefault(look(like[0], bool(masters)), []).append((number, index))
+    found: list[dict[str, int]] = [{} for _ in options]
+    for key, places in wanted.items():
+        names, groups = fitting.get(key, []), sorted({number for number, _ in places})
+        if len(names) != len(places) or len(groups) > 1:
+            text = f"{len(places)} parameters of shape {key[0]} are in optimizer groups {groups}, and the model has "
+            raise _uncertain(where, f"{text}{len(names)}: {', '.join(names[:6])}")
+        for name, (number, index) in zip(names, places, strict=True):
+            found[number][name] = index
     return found
+
+
+def _uncertain(where: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: which optimizer state belongs to which parameter is not written in it, and shapes do not tell: "
+        f"{why}",
+        "save it at ZeRO stage 1 and import that, or load only the weights: torch.load and load_module_state_dict",
+    )
 
 
 def _universal(where: Path) -> Source:

@@ -80,7 +80,13 @@ def test_ranks_that_do_not_agree_are_named_in_time(world: Worlds, tmp_path: Path
         assert "client_state['f']" in found["one cannot"]
         assert "different tags" in found["load tags"]
         assert found["all"] == ""
-        assert [n for n in names if not n.isdigit()] == ["Ignore0", "Warn0", "global_step1", "latest"]
+        assert [n for n in names if not n.isdigit()] == [
+            "Ignore0",
+            "Warn0",
+            "global_step1",
+            "latest",
+            "zero_to_fp32.py",
+        ]
 
 
 def test_saving_in_the_middle_of_a_window_says_where_the_boundary_is(world: Worlds, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ deepspeed.comm: init_distributed is_initialized get_rank get_world_size get_loca
 deepspeed.zero: Init GatheredParameters register_external_parameter unregister_external_parameter
 deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
-deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER get_gradient_clipping
+deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER get_gradient_clipping get_log_level
+    ADAGRAD_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER
 deepspeed.runtime.constants: TRAIN_BATCH_SIZE GRADIENT_CLIPPING ROUTE_TRAIN
 deepspeed.runtime.zero.partition_parameters: ZeroParamStatus Init GatheredParameters
 deepspeed.runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs_all_live
@@ -47,7 +48,13 @@ deepspeed.ops.aio: AsyncIOBuilder
 deepspeed.ops.op_builder: CPUAdamBuilder FusedAdamBuilder FusedLambBuilder UtilsBuilder
 deepspeed.utils: logger log_dist groups RepeatingLoader safe_get_full_fp32_param safe_get_full_grad
     safe_get_full_optimizer_state safe_set_full_fp32_param safe_get_local_grad set_z3_leaf_modules get_z3_leaf_modules
-deepspeed.utils.logging: logger log_dist
+deepspeed.utils.logging: logger log_dist log_dist_once warning_once set_log_level_from_string get_current_level
+    should_log_le get_log_level_from_string log_levels LoggerFactory print_json_dist
+deepspeed.utils.nvtx: instrument_w_nvtx
+deepspeed.constants: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout
+deepspeed.runtime.zero.utils: is_zero_param is_zero_supported_optimizer ZeRORuntimeException
+deepspeed.ops.op_builder.builder: OpBuilder
+deepspeed.ops.lion.fused_lion: FusedLion
 deepspeed.utils.groups: _get_data_parallel_world_size _get_sequence_parallel_world_size _get_sequence_parallel_rank
 deepspeed.utils.torch: required_torch_version
 deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint
@@ -56,7 +63,7 @@ deepspeed.checkpoint.utils: clone_tensors_for_torch_save
 deepspeed.checkpointing: configure checkpoint is_configured
 deepspeed.accelerator: get_accelerator is_current_accelerator_supported
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME main
-deepspeed.git_version_info: torch_info version
+deepspeed.git_version_info: torch_info version installed_ops compatible_ops
 deepspeed.env_report: cli_main
 """
 # Also imported, and not to be used here.
@@ -75,6 +82,16 @@ deepspeed.elasticity: compute_elastic_config
 deepspeed.sequence.layer: DistributedAttention
 deepspeed.runtime.config_utils: DeepSpeedConfigModel
 deepspeed.utils.numa: get_numactl_cmd
+deepspeed.module_inject.layers: GatherReplacedLayerParams
+deepspeed.inference.v2.engine_v2: InferenceEngineV2
+deepspeed.runtime.pipe.schedule: TrainSchedule
+deepspeed.runtime.data_pipeline.data_routing.helper: remove_random_ltd_state_dict
+deepspeed.runtime.zero.parameter_offload: DeepSpeedZeRoOffload
+deepspeed.runtime.precision_config: get_float16_config
+deepspeed.runtime.torch_autocast: init_autocast_params
+deepspeed.accelerator.cuda_accelerator: CUDA_Accelerator
+deepspeed.comm: log_summary
+deepspeed.checkpoint: DeepSpeedCheckpoint
 """
 
 
@@ -136,6 +153,32 @@ for module, name in {_rows(NOT_USED)!r}:
             raise SystemExit(f"{{module}}.{{name}} could be used")
 """
     run(code)
+
+
+def test_log_helpers(tmp_path: Path) -> None:
+    code = """
+import json, logging
+from deepspeed.utils import log_dist, logger, warning_once
+from deepspeed.utils.logging import get_current_level, print_json_dist, set_log_level_from_string, should_log_le
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logger.addHandler(handler)
+logger.propagate = False
+set_log_level_from_string("info")
+assert get_current_level() == logging.INFO and should_log_le("info") and not should_log_le("debug")
+log_dist("all")
+log_dist("another rank", ranks=[1])
+warning_once("once"), warning_once("once")
+assert said == ["[Rank 0] all", "once"], said
+try:
+    set_log_level_from_string("loud")
+except ValueError as error:
+    assert "debug, info, warning" in str(error)
+print_json_dist({"a": 1}, ranks=[0], path="said.json")
+assert json.load(open("said.json")) == {"a": 1, "rank": 0}
+"""
+    run(code, cwd=tmp_path)
 
 
 def test_unknown_names_and_modules() -> None:

@@ -55,6 +55,7 @@ from zrun_runtime.checkpoint.manifest import (
     role_of,
     sealed,
 )
+from zrun_runtime.checkpoint.script import leave_script
 from zrun_runtime.checkpoint.writer import Entry, FileSet
 from zrun_runtime.collectives.rendezvous import Rendezvous
 from zrun_runtime.config.extras_schema import CheckpointConfig
@@ -360,10 +361,11 @@ class Saver:
         aside.publish()
 
     def _switch(self, job: Job) -> None:
-        """Have `latest` name the new checkpoint, and remove the oldest."""
+        """Have `latest` name the new checkpoint, leave the script that exports it, and remove the oldest."""
         if job.save_latest:
             with told(job.path / LATEST, "cannot be replaced", len(job.tag)):
                 replace_small(job.path / LATEST, job.tag.encode(), secrets.token_hex(4))
+        leave_script(job.path)
         keep = self.settings.keep_last
         if keep:
             latest = read_latest(job.path)

@@ -21,6 +21,8 @@ from zrun_runtime.distributed import DEFAULT_TIMEOUT, local_rank
 from zrun_runtime.errors import DistributedError
 from zrun_runtime.telemetry import notice
 
+TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout = 29500, DEFAULT_TIMEOUT
+
 
 def init_distributed(
     dist_backend: str | None = None,
@@ -54,6 +56,24 @@ def is_initialized() -> bool:
     """There is a process group; also tells accelerate of its backend ([Note: accelerate on the CPU])."""
     _tell_accelerate()
     return dist.is_initialized()
+
+
+def get_world_group() -> Any:
+    """All ranks."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks of a group, in its order."""
+    return dist.get_process_group_ranks(group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """There is such a function."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def get_local_rank() -> int:

@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from zrun_runtime.config import load_config
 
-ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adam", "adamw"
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
+LAMB_OPTIMIZER, LION_OPTIMIZER = "lamb", "lion"
+DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER]
+ADAM_W_MODE, TORCH_ADAM_PARAM = "adam_w_mode", "torch_adam"  # keys of its parameters
 
 _PLACES = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -86,3 +89,8 @@ class DeepSpeedConfig:
 def get_gradient_clipping(param_dict: dict[str, Any]) -> float:
     """The clipping that a config asks for."""
     return load_config({"train_micro_batch_size_per_gpu": 1, **param_dict}, defer=True).gradient_clipping
+
+
+def get_log_level(param_dict: dict[str, Any]) -> str | None:
+    """The level of the log that a config asks for."""
+    return param_dict.get("log_level")

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import zrun_runtime
 from zrun_runtime.integrations.comm import check_accelerate, init_distributed
+from zrun_runtime.integrations.logs import log_dist
 from zrun_runtime.integrations.optimizers import ParameterOffload
-from zrun_runtime.integrations.utils import log_dist
 
 
 def initialize(

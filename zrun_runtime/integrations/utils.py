@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zrun_runtime.distributed import wants_cuda
-
-logger = logging.getLogger("DeepSpeed")
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks only; on all if none are named or one is -1."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, f"[Rank {rank}] {message}")
+from zrun_runtime.errors import ConfigError
+from zrun_runtime.integrations.logs import log_dist
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
@@ -119,7 +111,51 @@ def required_torch_version(min_version: float | None = None, max_version: float 
     return low <= own <= high
 
 
+def empty_cache() -> None:
+    """Give unused memory of torch's back to the device."""
+    if wants_cuda():
+        torch.cuda.empty_cache()
+
+
+def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, under its name in torch's profiler."""
+
+    @functools.wraps(function)
+    def named(*arguments: Any, **keywords: Any) -> Any:
+        with torch.profiler.record_function(function.__qualname__):
+            return function(*arguments, **keywords)
+
+    return named
+
+
+# ---- ZeRO
+
+ZeRORuntimeException = ConfigError
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """It is a parameter that is sharded."""
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Every optimizer is judged when it is used, by what it computes."""
+    return True
+
+
 # ---- lists of numbers
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """What all of them are.
+
+    Raises:
+        RuntimeError: they are not all the same.
+    """
+    different = set(items)
+    if len(different) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {items}")
+    return different.pop()
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:

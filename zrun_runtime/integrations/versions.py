@@ -6,8 +6,11 @@ from importlib import metadata
 
 import torch
 
+from zrun_runtime.integrations.ops import __compatible_ops__, __installed_ops__
+
 version = metadata.version("deepspeed")
 git_hash = git_branch = "zrun"
+compatible_ops, installed_ops = __compatible_ops__, __installed_ops__
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,7 +44,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        known = fullname.startswith(f"{ROOT}.") and _is_module(fullname)
+        known = fullname.startswith(f"{ROOT}.") and (_is_listed(_key(fullname)) or _absent(_key(fullname)))
         return ModuleSpec(fullname, self, is_package=True) if known else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -77,14 +77,14 @@ def _resolve(module: str, name: str) -> Any:
     Raises:
         AttributeError: nobody knows.
     """
-    here, absent = HERE.get(_key(module), {}), ABSENT.get(_key(module), {})
+    here, absent = HERE.get(_key(module), {}), _absent(_key(module))
     if name in here:
         place, _, attribute = here[name].partition(":")
         found = importlib.import_module(place)
         return getattr(found, attribute) if attribute else found
     if name in absent:
         return _Absent(name, (), {"__module__": module, "__doc__": REASONS[absent[name]]})
-    if _is_module(f"{module}.{name}"):
+    if _is_listed(_key(f"{module}.{name}")):
         return importlib.import_module(f"{module}.{name}")
     if EVERYTHING in here:
         return getattr(importlib.import_module(here[EVERYTHING]), name)
@@ -98,6 +98,16 @@ def _key(module: str) -> str:
     return module.partition(".")[2]
 
 
-def _is_module(name: str) -> bool:
-    key = _key(name)
+def _is_listed(key: str) -> bool:
     return any(row == key or row.startswith(f"{key}.") for row in (*HERE, *ABSENT))
+
+
+def _absent(key: str) -> Mapping[str, str]:
+    """The row of ABSENT for a module: its own, or that of the package which is not there as a whole."""
+    package = key
+    while package and package not in HERE:
+        row = ABSENT.get(package, {})
+        if (package == key and row) or EVERYTHING in row:
+            return row
+        package = package.rpartition(".")[0]
+    return ABSENT.get(key, {})

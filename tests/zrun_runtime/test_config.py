@@ -327,6 +327,8 @@ def test_what_would_change_the_result_is_refused_with_what_to_use(source, path):
         {"amp": {"enabled": False, "opt_level": "O1"}},
         {"tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 1, "tp_grain_size": 64}}},
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1, "zero_quantized_weights": False}},
+        {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": False, "offload_param": False}, "fp16": False},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False, "groups": 2}}}},
         {"elasticity": {"enabled": False, "micro_batch_sizes": [1, 2]}},
         {"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}},

@@ -120,6 +120,7 @@ def test_any_value_at_any_key(choices: list[tuple[tuple[str, ...], Any]]) -> Non
 
 @MANY
 @given(st.lists(st.tuples(st.sampled_from(ACCELERATE), VALUES), min_size=1, max_size=4))
+@example([(("mixed_precision",), []), (("deepspeed_config",), {"": None})])
 def test_any_value_in_an_accelerate_file(choices: list[tuple[tuple[str, ...], Any]]) -> None:
     data: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
     for path, value in choices:

@@ -25,8 +25,10 @@ def _report(section: Section, data: dict[str, Any], path: str, stage: int, ledge
         value = getattr(section, _attribute(section, written))
         if isinstance(value, Section):
             _report_section(value, effect, data[written], place, stage, ledger)
-        elif effect.effect == UNSUPPORTED and value not in effect.harmless:
+        elif effect.effect == UNSUPPORTED and value not in effect.harmless and effect.has_meaning(stage):
             ledger.problem(place, effect.sentence)
+        elif effect.effect == UNSUPPORTED and value not in effect.harmless:
+            ledger.note(place, *effect.at(stage), value)
         elif effect.effect == UNSUPPORTED:
             ledger.note(place, "no_effect", "it is off", value)
         elif value is not None and not ledger.has_note(place):

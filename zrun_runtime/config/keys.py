@@ -67,9 +67,13 @@ class KeyEffect:
     stages: tuple[int, ...]
     harmless: tuple[Any, ...]
 
+    def has_meaning(self, stage: int) -> bool:
+        """Whether the key means anything at this ZeRO stage."""
+        return not self.stages or stage in self.stages
+
     def at(self, stage: int) -> tuple[NoteKind, str]:
         """The effect at this ZeRO stage and why."""
-        if self.stages and stage not in self.stages:
+        if not self.has_meaning(stage):
             return "no_effect", f"it has a meaning at stage {', '.join(map(str, self.stages))} only"
         return ("no_effect" if self.effect == NO_EFFECT else "honoured"), self.sentence
 

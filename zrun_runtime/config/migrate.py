@@ -106,7 +106,7 @@ def _clip_in_optimizer(data: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _tidy(data: dict[str, Any], kind: type[Section], path: str, ledger: Ledger) -> None:
-    """null stands for a section that is not there; short names become the full ones."""
+    """null or false stands for a section that is not there; short names become the full ones."""
     for name, field in kind.model_fields.items():
         if field.alias is not None and name in data:
             if field.alias in data:
@@ -121,5 +121,7 @@ def _tidy(data: dict[str, Any], kind: type[Section], path: str, ledger: Ledger) 
             continue
         if data[name] is None:
             del data[name]
+        elif data[name] is False:
+            ledger.note(f"{path}.{name}".lstrip("."), "migrated", "false is the same as leaving it out", data.pop(name))
         elif isinstance(data[name], dict):
             _tidy(data[name], inner, f"{path}.{name}".lstrip("."), ledger)

@@ -79,7 +79,7 @@ class Places:
 
     def _as_written(self, path: str) -> str:
         parts = path.split(".")
-        for count in range(len(parts), -1, -1):
+        for count in range(len(parts), 0, -1):
             old = self.written.get(".".join(parts[:count]))
             if old is not None:
                 return ".".join([old, *parts[count:]]).strip(".")

@@ -18,6 +18,7 @@ _MEANT = {
     "learning_rate": "it is optimizer.params.lr",
     "lr": "it is optimizer.params.lr",
     "precision": 'it is "bf16": {"enabled": true}',
+    "fp8": 'there is none here: use "bf16": {"enabled": true}',
     "batch_size": "it is train_batch_size or train_micro_batch_size_per_gpu",
     "micro_batch_size": "it is train_micro_batch_size_per_gpu",
     "zero_stage": "it is zero_optimization.stage",

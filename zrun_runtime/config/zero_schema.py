@@ -188,16 +188,20 @@ class ZeroConfig(Section):
 
     legacy_stage1: bool = key(False, UNSUPPORTED, "the old stage 1 is gone: remove the key")
     zero_hpz_partition_size: Count = key(
-        1, UNSUPPORTED, "a second set of shards within a node is not supported: remove the key"
+        1, UNSUPPORTED, "a second set of shards within a node is not supported: remove the key", stages=(3,)
     )
-    zero_quantized_weights: bool = key(False, UNSUPPORTED, "quantized gathering is not supported: set it to false")
+    zero_quantized_weights: bool = key(
+        False, UNSUPPORTED, "quantized gathering is not supported: set it to false", stages=(3,)
+    )
     zero_quantized_nontrainable_weights: bool = key(
-        False, UNSUPPORTED, "quantized storage of frozen weights is not supported: set it to false"
+        False, UNSUPPORTED, "quantized storage of frozen weights is not supported: set it to false", stages=(3,)
     )
-    zero_quantized_gradients: bool = key(False, UNSUPPORTED, "quantized reduction is not supported: set it to false")
-    zeropp_loco_param: Any = key(None, UNSUPPORTED, "quantized reduction is not supported: remove the key")
+    zero_quantized_gradients: bool = key(
+        False, UNSUPPORTED, "quantized reduction is not supported: set it to false", stages=(3,)
+    )
+    zeropp_loco_param: Any = key(None, UNSUPPORTED, "quantized reduction is not supported: remove the key", stages=(3,))
     mics_shard_size: SizeOrMinusOne = key(
-        -1, UNSUPPORTED, "shards smaller than the world (MiCS) are not supported: remove the key"
+        -1, UNSUPPORTED, "shards smaller than the world (MiCS) are not supported: remove the key", stages=(3,)
     )
     mics_hierarchical_params_gather: bool = key(False, NO_EFFECT, "there is no MiCS here")
     zenflow: Any = key(None, UNSUPPORTED, "late updates (ZenFlow) change the result and are not supported: remove it")

@@ -41,6 +41,7 @@ LEVELS = {
     "zrun.topology": 1.1,
     "zrun.environment": 1.1,
     "zrun.settings": 1.2,
+    "zrun.advice": 1.3,
     "zrun.hosts": 1.3,
     "zrun.prepare": 1.4,
     "zrun.transport": 2.0,

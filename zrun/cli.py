@@ -55,6 +55,15 @@ Exit code: that of the worker that failed first, 128+N for signal N,
 """
 
 
+class Workers(click.IntRange):
+    """How many; other launchers have words for that as well."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("auto", "gpu", "cpu"):
+            self.fail(f"{value!r} is not a number: leave it out for one a GPU, or one on the CPU", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(
     epilog=_EXAMPLES,
     options_metavar="[OPTIONS]",
@@ -81,7 +90,7 @@ Exit code: that of the worker that failed first, 128+N for signal N,
     "--num_gpus",
     "--num_accelerators",
     "--nproc_per_node",
-    type=click.IntRange(1, MAX_SLOTS),
+    type=Workers(1, MAX_SLOTS),
     metavar="N",
     help="Workers on each host. Default: its slots; here one a visible GPU, without a GPU one.",
 )

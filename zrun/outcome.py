@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from zrun.advice import advice_for
 from zrun.errors import HostLostError, ZrunError
 from zrun.events import AgentDone, AgentFailed, Event, RankPosition, WorkerExited, WorkerStarted
 from zrun.job import FailureReport, JobSpec
@@ -183,7 +184,7 @@ class Outcome:
             traceback=event.traceback,
             same_count=len(alike),
             others_stopped=self._others_stopped(alike),
-            hint=event.hint or self._ended_before(event),
+            hint=event.hint or advice_for(host.spec, event) or self._ended_before(event),
             positions=position_lines(self._positions()) if code == -signal.SIGABRT else (),
             log_path=host.log_dir_of(event.rank),
         )

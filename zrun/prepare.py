@@ -25,6 +25,8 @@ from zrun.topology import RankAssignment, assign_ranks, give_devices, used_hosts
 
 SMOKE_MODULE = "zrun_runtime.commands.smoke"
 _HOSTFILE_LINE = re.compile(rb"^[^\s#]\S*\s+slots\s*=\s*\d+", re.MULTILINE)
+# Python would take most of them for a program that does nothing.
+_NO_SCRIPTS = dict.fromkeys((".json", ".yaml", ".yml", ".toml"), "a config") | {".ipynb": "a notebook"}
 _PORT_WITHOUT_SSH = 29_500  # where nobody can tell the hosts which one is free
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
@@ -236,6 +238,10 @@ def _read_environment(
 ) -> dict[str, str]:
     """What .deepspeed_env, --env_file and --env say; the latter win."""
     found = _read_deepspeed_env(environ, cwd, remarks)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if environ.get(name) and not getattr(config, name.lower()) and "ZRUN_JOB_ID" not in environ:
+            text = f"{name}={environ[name]} of the environment has no effect: --{name.lower()} says it"
+            remarks.append(("warning", text))
     for name in config.env_file:
         found.update(parse_env_file(_read_text(os.path.join(cwd, name), f"--env_file {name}"), name))
     for text in config.env:
@@ -324,6 +330,9 @@ def check_script(path: str, name: str) -> None:
         return
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a device
         raise UsageError(f"{name} is not a file that every worker could read", "save it, and name that file")
+    kind = _NO_SCRIPTS.get(os.path.splitext(name)[1].lower())
+    if kind and os.path.exists(path):
+        raise UsageError(f"{name} is {kind} and not a script", "name the script first, its own arguments after it")
     try:
         with open(path, "rb") as file:
             begin = file.read(4096)

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GONE = frozenset("ZXx")
 
 
@@ -61,10 +61,24 @@ def read_process(pid: int) -> Process | None:
 
 def adopt_orphans() -> None:
     """Makes this process the new parent of descendants whose parent ends. Does nothing where the kernel cannot."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # where that fails the mark in the environment still finds nearly all
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel send TERM to this process when its parent ends. Called between fork and exec.
+
+    That is for the instant in which agent and keeper are killed together, so that nobody is left to do it. Does nothing
+    where the kernel cannot.
+    """
+    if _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) and os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)  # it was gone before the kernel knew
+
+
+def _prctl(option: int, value: int) -> bool:
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):
-        pass  # the mark in the environment still finds nearly all
+        return False
 
 
 def send_signal(process: Process, number: int) -> bool:

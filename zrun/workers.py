@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from zrun.cores import bound
 from zrun.environment import worker_environment
 from zrun.job import JobSpec
 from zrun.outputs import last_traceback, last_words
+from zrun.processes import end_with_parent
 from zrun.spool import SpoolDirectory
 from zrun.taps import EventTap, OutputTap, Tap
 
@@ -118,6 +120,7 @@ def _start(spec: JobSpec, local_rank: int, spools: SpoolDirectory, base: dict[st
             env=environment,
             cwd=spec.cwd,
             start_new_session=True,
+            preexec_fn=functools.partial(end_with_parent, os.getpid()),  # the agent has one thread
         )
     except BaseException:
         for reader in (out, err, said):

@@ -248,6 +248,7 @@ def test_a_port_that_is_taken(tmp_path):
         (["--env_file", "bad", "script.py"], ["bad:2", "what is this"]),
         (["hosts"], ["hosts", "hostfile"]),
         (["shell"], ["--no_python"]),
+        (["ds.json", "script.py"], ["ds.json is a config", "script first"]),
         ([""], ["name of the script is empty"]),
         (["-"], ["no script -", "has to be a file"]),
         (["/dev/stdin"], ["/dev/stdin", "not a file"]),
@@ -279,6 +280,7 @@ def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
     (tmp_path / "mpi").write_text("a slots=1\nb:2\n")
     (tmp_path / "profile.yaml").write_text("num_gpu: 2\n")
     (tmp_path / "shell").write_text("#!/bin/bash\necho\n")
+    (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "directory").mkdir()
     with command(tmp_path, *arguments, environ={"CUDA_VISIBLE_DEVICES": ""}) as run:
         assert run.wait() == 2

@@ -186,6 +186,28 @@ def test_nothing_outlives_a_killed_part(tmp_path, script, grace, victim):
             assert "lost" in run.out and "SIGKILL" in run.out
 
 
+def test_willing_workers_end_also_when_nobody_is_left_to_tell_them(tmp_path):
+    script = """
+        import os, pathlib, signal, time
+        def end(number, frame):
+            pathlib.Path("told" + os.environ["RANK"]).touch()
+            raise SystemExit(0)
+        signal.signal(signal.SIGTERM, end)
+        pathlib.Path("up" + os.environ["RANK"]).touch()
+        time.sleep(600)
+    """
+    with job(tmp_path, script, "--num_gpus", "2", *CPU) as run:
+        both_up(run)
+        for part in run.agents():
+            kill(part, signal.SIGSTOP)  # so that neither can do anything between the two
+        for part in run.agents():
+            kill(part)
+        run.wait_gone(10)
+        assert (tmp_path / "told0").exists() and (tmp_path / "told1").exists()
+        assert run.wait(20) == 4
+        assert "localhost is lost" in run.out
+
+
 def test_a_job_goes_on_without_its_keeper(tmp_path):
     script = """
         import os, pathlib, time

@@ -108,6 +108,7 @@ def test_whatever_follows_the_script_is_the_scripts(read):
         (["--num_gpus", "two", "x"], "two"),
         (["--num_gpus", "9" * 30, "x"], "1<=x<=1024"),
         (["--num_gpus"], "num_gpus"),
+        (["--nproc_per_node=auto", "x"], "leave it out"),
         (["--numgpus", "2", "x"], "--num_gpus"),
         (["--backend", "mpi", "x"], "mpi"),
         (["--device", "tpu", "x"], "tpu"),

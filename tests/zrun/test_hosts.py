@@ -225,6 +225,14 @@ def test_what_zrun_says_itself_is_left_out(tmp_path):
     assert variables == {"A": "1"} and "MASTER_ADDR is left out" in said
 
 
+def test_a_meeting_place_in_the_environment_is_no_silent_wish(tmp_path):
+    theirs = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+    said = environment(tmp_path, theirs)[1]
+    assert "MASTER_ADDR=10.0.0.1 of the environment has no effect" in said and "--master_port says it" in said
+    assert "MASTER" not in environment(tmp_path, {**theirs, "ZRUN_JOB_ID": "of an outer job"})[1]
+    assert "MASTER_PORT" not in environment(tmp_path, theirs, master_port=29502)[1]
+
+
 def test_a_line_that_is_wrong(tmp_path):
     (tmp_path / ".deepspeed_env").write_text("A=1\nnonsense\n")
     with pytest.raises(UsageError, match=r"\.deepspeed_env:2"):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from zrun.advice import advice_for
 from zrun.errors import HostLostError, ProtocolError
 from zrun.events import AgentDone, AgentFailed, WorkerExited, WorkerStarted
 from zrun.job import JobSpec
@@ -145,3 +146,28 @@ def test_an_agent_that_gives_up_says_with_which_code():
     outcome.close(0, None)
     report = outcome.report()
     assert (outcome.exit_code, report.message, report.hint) == (2, "no such program", "install it")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "traceback", "said"),
+    [
+        (
+            ("--num-gpus=2",),
+            "x.py: error: unrecognized arguments: --num-gpus=2",
+            "--num-gpus=2 stands after the script",
+        ),
+        (("--lr", "2", "--hostfile", "h"), "x.py: error: unrecognized arguments: --hostfile h", "--hostfile stands"),
+        (("--lr", "2"), "x.py: error: unrecognized arguments: --lr 2", ""),
+        (("--num_gpus", "2"), "x.py: error: the following arguments are required: --lr", ""),
+        ((), "Traceback (most recent call last):\n  x\nbdb.BdbQuit", "python alone"),
+        ((), "Traceback (most recent call last):\n  x\nEOFError: EOF when reading a line", "python alone"),
+        ((), "EOFError: Ran out of input", ""),
+    ],
+)
+def test_advice(arguments, traceback, said):
+    spec = dataclasses.replace(FIRST, command=("python", "x.py", *arguments), local_rank_at=2)
+    advice = advice_for(spec, exited(0, 2, traceback=traceback))
+    assert said in advice and bool(advice) == bool(said)
+    outcome = Outcome([spec])
+    outcome.take(0, exited(0, 2, traceback=traceback))
+    assert outcome.report().hint == advice

@@ -11,20 +11,19 @@ from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.plan import TierKind
 from zrun_runtime.tiers.host import Courier, is_host
 
-_UNDER_WAY = 2  # their memory on the device is free when they have arrived
-
 
 class Departures:
-    """A queue: what left first is taken in first."""
+    """A queue: what left first is taken in first. The memory of `limit` gradients at most is held on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._under_way: deque[tuple[Tensor, Callable[[], None], Callable[[Tensor], None]]] = deque()
 
     def begin(self, source: Tensor, take: Callable[[Tensor], None]) -> None:
         """Copy `source` to the host; `take` gets the copy, later or in `settle`."""
         host, wait = Courier.of(source.device).receive(source)
         self._under_way.append((host, wait, take))
-        while len(self._under_way) > _UNDER_WAY:
+        while len(self._under_way) > self._limit:
             self._settle_one()
 
     def settle(self) -> None:

@@ -29,7 +29,7 @@ from zrun_runtime.plan import StatePlan
 from zrun_runtime.residence import GroupSpec, Residence, ScriptsWrite
 from zrun_runtime.sharded_parameter import Owner, adopt, become_placeholder, become_readable, move_view, take_values
 from zrun_runtime.shards import MemoryShard, Shard, leaves_device, make_shard
-from zrun_runtime.tiers import NvmeTier
+from zrun_runtime.tiers import FileStore
 from zrun_runtime.tiers.host import Courier
 
 
@@ -42,7 +42,7 @@ class FlatGroup(ScriptsWrite):
         plan: StatePlan,
         collectives: Collectives,
         owner: Owner,
-        disk: NvmeTier | None = None,  # for shards, where the plan keeps them there
+        file: FileStore | None = None,  # for the shard, where the plan keeps it on a disk
     ) -> None:
         self.spec = spec
         self.collectives = collectives
@@ -55,7 +55,7 @@ class FlatGroup(ScriptsWrite):
         self.views = self._take_over(spec.parameters)
         self.home: Shard = MemoryShard(self.own, is_view=True)
         if self.comes_and_goes:
-            self.home = make_shard(self.own, plan.params.tier, disk)
+            self.home = make_shard(self.own, plan.params.tier, file)
         self.plan = plan
         self.weights: MasterWeights | None = None
         if spec.optimizer_group is not None:
@@ -206,15 +206,18 @@ class FlatGroup(ScriptsWrite):
         """Give the model what `owned` holds now. `wait()` on the result before a parameter is read."""
         if self.residence is Residence.GATHERING:
             self.reshard()  # what is on its way is old
+        courier, device = Courier.of(self.full.device), self.full.device
         if self.residence is Residence.SHARDED:
+            courier.join(device)
             self._versions = [version + 1 for version in self._versions]
             return Pending()
         torch.autograd.graph.increment_version(self.spec.parameters)
         self._versions = [p._version for p in self.spec.parameters]
         if self.owned is self.full:
             return Pending()
-        Courier.of(self.full.device).join(self.full.device)
-        return self.collectives.all_gather(self.full, self.home.bring(self.own), self.ticket)
+        own = self.home.bring(self.own)
+        courier.join(device)
+        return self.collectives.all_gather(self.full, own, self.ticket)
 
     def store(self, source: int | None = None) -> None:
         """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.

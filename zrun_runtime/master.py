@@ -38,7 +38,7 @@ class MasterWeights:
         """values: what `owned` has, wherever it is."""
         tier = plan.optimizer.tier
         on_disk = owned.numel() > 0 and owned.stride() == (0,)
-        together = tier is TierKind.DEVICE or is_host(owned.device)
+        together = is_host(owned.device) if tier is not TierKind.DEVICE else owned.device == values.device
         self.owned, self.behind = owned, False
         self.apart = on_disk or not together or owned.dtype not in _EXACT
         self.elsewhere = self.apart and tier is TierKind.NVME

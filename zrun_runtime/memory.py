@@ -7,8 +7,9 @@ run, of the estimators and of the tests.
 - Between micro-batches, where gradients accumulate, and from the end of a backward to the end of its step: gradients.
   Where each rank keeps its own whole sum until the boundary it is of grad_accum_dtype, reduced ones are fp32.
 - Within a forward and backward, the working set: whole weights of two groups where parameters come and go, and the
-  buffers in which gradients of groups become whole before they are reduced. All other buffers of the runtime are
-  smaller than a group. gloo, which trains on CPUs, receives into one more group than is counted here.
+  buffers in which gradients of groups become whole before they are reduced; where they leave for the host, slices on
+  their way. All other buffers of the runtime are smaller than a group. gloo, which trains on CPUs, receives into one
+  more group than is counted here.
 Activations are the model's, not the runtime's: see model_size.py.
 
 Every group is padded to a multiple of 64 bytes a rank (layout.py), which counts for small models in large worlds.
@@ -24,7 +25,11 @@ from zrun_runtime.layout import SHARD_BYTES, group_limit, round_up, small_enough
 from zrun_runtime.plan import StatePlan, TierKind
 
 MASTER = 4  # bytes of a master weight, of a reduced gradient and of one moment: fp32
-FLYING, FILLING = 2, 1  # groups whose gradients are under way, and one that still gets some; see reducer.py
+# Groups whose gradients are under way at a time. Two: one that moves and one that waits for a slower peer. One where
+# parameters come and go: a group is a block there, its gradients take as much as its weights, and memory is why one
+# shards.
+FLYING, FLYING_SHARDED = 2, 1
+FILLING = 1  # a group that still gets gradients
 NVME_TILE = 2**22  # elements read at once: 48 MiB of AdamW's three tensors
 STRIP = 2**20  # elements updated at once where something is cast: what was cast is still in the cache then
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -205,7 +210,7 @@ def spread(model: ModelSize, weight: int, plan: StatePlan, world: int, keep: Kee
     padded = [round_up(numel, multiple) for numel in numels]
     slices = sum(padded) // world
     full = sum(padded[index] for index in keep.of(model.units)) * (world - 1) // world
-    whole = model.two_largest if world > 1 else 0
+    whole = model.two_largest if world > 1 or plan.params.tier is not TierKind.DEVICE else 0
     return Spread(slices + full, int(slices * share), whole, max(numels, default=0))
 
 
@@ -231,23 +236,29 @@ def footprint(
     _lay_params(on, counts, widths, plan, tiers)
     away = plan.optimizer.tier
     moved = int(tiers.share * counts.owned) if away is not TierKind.DEVICE else 0
-    _lay_state(on[TierKind.DEVICE], counts.owned - moved, widths, widths.copies_master)
-    # On a disk no master weights are kept that the model itself has, in the same memory.
-    _lay_state(on[away], moved, widths, widths.copies_master or not tiers.one_memory)
+    copies_here, copies_away = (
+        widths.copies_master or not _updated_where_it_is(plan.params.tier, tier, tiers.one_memory)
+        for tier in (TierKind.DEVICE, away)
+    )
+    _lay_state(on[TierKind.DEVICE], counts.owned - moved, widths, copies_here)
+    _lay_state(on[away], moved, widths, copies_away)
     whole_sums = widths.accumulates and not plan.reduces_each_backward
     own_sums = widths.grad * _trained_here(counts, plan, world) if whole_sums else 0
     on[TierKind.DEVICE]["grads"] = max(own_sums, MASTER * (counts.owned - moved))
     on[TierKind.CPU]["grads"] = (MASTER if widths.accumulates else widths.grad) * moved
-    groups = (1 if plan.shards_params else FLYING) + FILLING
+    flying, slice_ = FLYING_SHARDED if plan.shards_params else FLYING, -(-counts.group // world)
     on[TierKind.DEVICE]["working"] = widths.weight * counts.whole
-    on[TierKind.DEVICE]["working"] += 0 if whole_sums else widths.grad * min(groups * counts.group, model.trained)
+    if not whole_sums:
+        on[TierKind.DEVICE]["working"] += widths.grad * min((flying + FILLING) * counts.group, model.trained)
     if moved:
-        on[TierKind.CPU]["working"] += MASTER * min(STRIP, -(-counts.group // world))  # a gradient that is being cast
+        # Slices that were reduced, or are being reduced, until they have arrived on the host; one rank moves the whole.
+        on[TierKind.DEVICE]["working"] += widths.grad * 2 * flying * slice_ if world > 1 else 0
+        on[TierKind.CPU]["working"] += MASTER * min(STRIP, slice_)  # a gradient that is being cast
     if away is TierKind.NVME:
-        each = widths.moments + (MASTER if widths.copies_master or not tiers.one_memory else 0)
-        on[TierKind.CPU]["working"] += tiers.tiles * min(tiers.tile, -(-counts.group // world)) * each
+        each = widths.moments + (MASTER if copies_away else 0)
+        on[TierKind.CPU]["working"] += tiers.tiles * min(tiers.tile, slice_) * each
     if plan.params.tier is TierKind.NVME:
-        on[TierKind.CPU]["working"] += tiers.blocks * -(-counts.group // world) * widths.weight
+        on[TierKind.CPU]["working"] += tiers.blocks * slice_ * widths.weight
     return Footprint(Held(**on[TierKind.DEVICE]), Held(**on[TierKind.CPU]), Held(**on[TierKind.NVME]))
 
 
@@ -259,6 +270,14 @@ def _lay_params(on: _Layout, counts: Spread, widths: Widths, plan: StatePlan, ti
     memory = TierKind.DEVICE if plan.params.tier is TierKind.DEVICE else TierKind.CPU
     on[memory]["params"] += widths.weight * (counts.params - on_disk)
     on[TierKind.NVME]["params"] += widths.weight * on_disk
+
+
+def _updated_where_it_is(params: TierKind, optimizer: TierKind, one_memory: bool) -> bool:
+    """The update works in the memory where a rank's share of the weights is between uses: in fp32 they are the master
+    themselves, and on a disk only the moments are kept."""
+    if params is TierKind.NVME:
+        return False
+    return one_memory or (params is TierKind.DEVICE) == (optimizer is TierKind.DEVICE)
 
 
 def _lay_state(kinds: dict[str, int], numel: int, widths: Widths, with_master: bool) -> None:

@@ -29,13 +29,11 @@ from zrun_runtime.errors import EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup, view_like
 from zrun_runtime.hook import after_accumulation, move_to_end
 from zrun_runtime.layout import Layout
+from zrun_runtime.memory import FLYING, FLYING_SHARDED
 from zrun_runtime.plan import StatePlan
 from zrun_runtime.window import Window
 
 _NORM_BLOCK = 32768
-# Reductions under way at a time. Two: one that moves and one that waits for a slower peer. Where parameters come and go
-# a group is a block, its gradients take as much as its weights, and memory is why one shards: one.
-IN_FLIGHT, IN_FLIGHT_SHARDED = 2, 1
 
 
 class GroupGrads:
@@ -71,10 +69,12 @@ class GroupGrads:
 class UnderWay:
     """What moves: reductions, those of a backward that failed, and gradients that leave for the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        """limit: of reductions, and of gradients that leave."""
+        self.limit = limit
         self.flying: list[tuple[GroupGrads, Tensor, Pending]] = []
         self.abandoned: list[Pending] = []
-        self.departures = Departures()
+        self.departures = Departures(limit)
 
 
 class GradReducer:
@@ -98,7 +98,7 @@ class GradReducer:
         self.idle = False  # the backward under way gives no parameter a gradient
         self.arrival: list[nn.Parameter] = []  # the order of one backward, for those who regroup
         self._next = 0  # the first group of `order` that was not launched in this backward
-        self.moving = UnderWay()
+        self.moving = UnderWay(FLYING_SHARDED if plan.shards_params else FLYING)
         self._agree = collectives.register("the end of a backward")
         self._hooks = [
             (parameter, after_accumulation(parameter, self._acceptor(grads, index)))
@@ -190,7 +190,7 @@ class GradReducer:
         grads.written.clear()
         if self.wire_dtype is not None and full.dtype is not self.wire_dtype:
             full = full.to(self.wire_dtype)
-        while len(self.moving.flying) >= (IN_FLIGHT_SHARDED if self.plan.shards_params else IN_FLIGHT):
+        while len(self.moving.flying) >= self.moving.limit:
             self._land()
         accumulate = grads.reduced is not None
         if self.collectives.world.size == 1 or group.wanted_grads is Layout.REPLICATED:
@@ -205,6 +205,8 @@ class GradReducer:
         if checked:
             pending = self.collectives.checked(pending, group.reduction_ticket)
         self.moving.flying.append((grads, out, pending))
+        if self.collectives.world.size == 1:
+            self._land()  # there is nothing to wait for
 
     def _land(self) -> None:
         """Finish the oldest reduction."""

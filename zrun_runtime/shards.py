@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zrun_runtime.plan import TierKind
 from zrun_runtime.tiers import FileStore, NvmeTier, slots_of
-from zrun_runtime.tiers.host import Courier, host_empty, is_host
+from zrun_runtime.tiers.host import Courier, host_empty, is_host, nothing
 
 _NAME = "weights"
 
@@ -43,6 +43,10 @@ class Shard(Protocol):
         """The slice in memory inside, to be read, or also changed in place; fresh: all of it will be written."""
         ...
 
+    def discard(self) -> None:
+        """Nobody will want it again."""
+        ...
+
 
 class MemoryShard:
     """A slice in memory: the device's or the host's."""
@@ -50,6 +54,7 @@ class MemoryShard:
     def __init__(self, values: Tensor, is_view: bool) -> None:
         self.values = values
         self._is_view = is_view
+        self._left = nothing  # waits until a device has what it was last sent
 
     @property
     def nbytes(self) -> int:
@@ -61,23 +66,30 @@ class MemoryShard:
     def bring(self, own: Tensor) -> Tensor:
         if self.values.device == own.device:
             return self.values
-        Courier.of(own.device).send(self.values, own, stays=True)
+        self._left = Courier.of(own.device).send_lasting(self.values, own)
         return own
 
     def keep(self, own: Tensor) -> None:
-        self.values.copy_(own)
+        with self.opened(changed=True) as values:
+            values.copy_(own)
 
     @contextmanager
     def opened(self, changed: bool, fresh: bool = False) -> Iterator[Tensor]:
+        if changed:
+            self._left()
         yield self.values
+
+    def discard(self) -> None:
+        pass
 
 
 class FileShard:
     """A slice on a disk."""
 
-    def __init__(self, values: Tensor, tier: NvmeTier) -> None:
+    def __init__(self, values: Tensor, store: FileStore) -> None:
+        """store: made by `reserve`."""
         numel = values.numel()
-        self.store: FileStore = tier.store("weights", (numel, numel), {_NAME: values.dtype})
+        self.store = store
         self.values = torch.full((), float("nan"), dtype=values.dtype).expand(numel)
         self._slot = slots_of(self.store, numel)[0]
         self.keep(values)
@@ -109,16 +121,28 @@ class FileShard:
             else:
                 self.store.release(self._slot)
 
+    def discard(self) -> None:
+        self.store.delete()
+
 
 def leaves_device(tier: TierKind, device: torch.device) -> bool:
     """A slice in this tier takes none of the device's memory."""
     return tier is TierKind.NVME or (tier is TierKind.CPU and not is_host(device))
 
 
-def make_shard(own: Tensor, tier: TierKind, disk: NvmeTier | None) -> Shard:
+def reserve(disk: NvmeTier, numel: int, dtype: torch.dtype) -> FileStore:
+    """A file for a slice, before there is a group: a disk that is full is told to all ranks before they communicate.
+
+    Raises:
+        OffloadError: the disk is full.
+    """
+    return disk.store("weights", (numel, numel), {_NAME: dtype})
+
+
+def make_shard(own: Tensor, tier: TierKind, file: FileStore | None) -> Shard:
     """A home for a slice whose place in the full values is `own`, which will be gone."""
-    if tier is TierKind.NVME and disk is not None:
-        return FileShard(own, disk)
+    if file is not None:
+        return FileShard(own, file)
     if leaves_device(tier, own.device):
         return MemoryShard(host_empty(own.numel(), own.dtype, pin=True).copy_(own), is_view=False)
     return MemoryShard(own.clone(), is_view=False)

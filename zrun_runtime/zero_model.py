@@ -22,15 +22,17 @@ from zrun_runtime.grouping import (
 )
 from zrun_runtime.holder import ShardHolder
 from zrun_runtime.hooks import ModelHooks
+from zrun_runtime.layout import lay_out
 from zrun_runtime.optim import ShardedOptimizer
 from zrun_runtime.ownership import claim, home_of, refuse_to_train
 from zrun_runtime.placement import place
-from zrun_runtime.plan import StatePlan
+from zrun_runtime.plan import StatePlan, TierKind
 from zrun_runtime.positions import ranks_text
 from zrun_runtime.reducer import GradReducer, GroupGrads
 from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
-from zrun_runtime.tiers import DiskSettings, NvmeTier, OffloadSettings, on_every_rank
+from zrun_runtime.shards import reserve
+from zrun_runtime.tiers import DiskSettings, FileStore, NvmeTier, OffloadSettings, on_every_rank
 from zrun_runtime.unfit import refuse_unfit
 from zrun_runtime.window import Window
 
@@ -135,13 +137,20 @@ class ZeroModel:
         own, offload = self.settings.plan, self.settings.offload
         in_memory = self.settings.shards_in_memory * self.collectives.world.size
         plans = place(specs, own, own.shards_params, offload.share if offload is not None else 1.0, in_memory)
-        own_plans = zip(specs, plans if plan is None else [plan] * len(specs), strict=True)
-        return [FlatGroup(spec, one, self.collectives, self, self._disk) for spec, one in own_plans]
+        plans = plans if plan is None else [plan] * len(specs)
+        files = _reserve(specs, plans, self._disk, self)
+        return [
+            FlatGroup(spec, one, self.collectives, self, file)
+            for spec, one, file in zip(specs, plans, files, strict=True)
+        ]
 
     def relay(self, groups: Sequence[FlatGroup], order: Sequence[GroupGrads]) -> None:
         """Have these groups from now on, and these gradients in the order of their reductions; units are found anew."""
         self.hooks.remove()
         self.managed = self.to_manage()
+        for group in self.groups:
+            if group not in groups:
+                group.home.discard()
         self.groups = list(groups)
         self.where = self._index()
         before, self.holder = self.holder, _new_holder(self)
@@ -152,7 +161,7 @@ class ZeroModel:
         if self.gradient_order is None:
             self.gradient_order = [name for grads in order for name in grads.group.spec.names]
         if self.updater is not None:
-            self.updater.adopt(self.groups)
+            _adopt(self.updater, self)
 
     def recall(self, parameter: nn.Parameter) -> bool:
         """See ShardHolder.recall; while the model is being laid out nothing can be recalled."""
@@ -292,7 +301,7 @@ class ZeroModel:
         for grads, values in zip(self.reducer.order, reduced, strict=True):
             grads.reduced = values
         if self.updater is not None:
-            self.updater.adopt(self.groups)
+            _adopt(self.updater, self)
 
     def remove(self) -> None:
         """Take the hooks off; parameters stay as they are."""
@@ -300,6 +309,40 @@ class ZeroModel:
         self.hooks.remove()
         if self.updater is not None:
             self.updater.homes.close()
+
+
+def _reserve(
+    specs: Sequence[GroupSpec], plans: Sequence[StatePlan], disk: NvmeTier | None, zero: ZeroModel
+) -> list[FileStore | None]:
+    """Files for the shards that live on a disk. A collective.
+
+    Raises:
+        OffloadError: some rank's disk is full; on every rank.
+    """
+    if disk is None:
+        return [None] * len(specs)
+
+    def file(spec: GroupSpec, plan: StatePlan) -> FileStore | None:
+        if plan.params.tier is not TierKind.NVME or spec.keep_full:
+            return None
+        dtype = spec.parameters[0].dtype
+        numels = [parameter.numel() for parameter in spec.parameters]
+        return reserve(disk, lay_out(numels, dtype.itemsize, zero.collectives.world.size).shard_numel, dtype)
+
+    return on_every_rank(lambda: [file(*pair) for pair in zip(specs, plans, strict=True)], zero.agree)
+
+
+def _adopt(updater: ShardedOptimizer, zero: ZeroModel) -> None:
+    """The optimizer has the model's groups from now on. A collective where its state is on a disk: that may be full."""
+    if updater.homes.nvme is None:
+        updater.adopt(zero.groups)
+        return
+
+    def adopt() -> bool:
+        updater.adopt(zero.groups)
+        return True
+
+    on_every_rank(adopt, zero.agree)
 
 
 def _new_holder(zero: ZeroModel) -> ShardHolder:

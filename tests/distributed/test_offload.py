@@ -134,7 +134,7 @@ def test_the_device_holds_weights_and_buckets_only(
     for held in world(2).run(uses.hold, job=job):
         weights = 2 * held.parameters if stage == 2 else 0
         assert held.device <= 1.05 * weights + MIB
-        # Two groups of weights and one of gradients, the slices that arrive for it, and two on their way to the host.
+        # Two groups of weights and of gradients, and what gloo receives. See test_far_device.py for a GPU's, exactly.
         group = 2 * (held.block if stage == 3 else held.parameters // 8)
         assert held.device_most <= weights + 1.05 * (5 * group) + 2 * MIB
 
@@ -192,6 +192,55 @@ def test_a_full_disk_is_told_before_training(tmp_path: Path) -> None:
     assert job.returncode == 1
     assert "zero_optimization.offload_optimizer.nvme_path: reserving" in said and "No space left on device" in said
     assert "bytes are free" in said
+
+
+@pytest.mark.parametrize("tiers", (("nvme", "none"), ("none", "nvme")), ids="-".join)
+@pytest.mark.parametrize("how", ("few bytes a write", "slowly"))
+def test_an_odd_disk_changes_nothing(how: str, tiers: tuple[str, str], tmp_path: Path) -> None:
+    """Short writes go on where they ended; with several threads no request overtakes another of the same bytes."""
+    threads = {"aio": {"thread_count": 8, "queue_depth": 8}}
+    job = Job(
+        stage=3, optimizer_tier=tiers[0], param_tier=tiers[1], dtype="bf16", path=str(tmp_path), steps=3, more=threads
+    )
+    assert uses.trained_on_an_odd_disk(how, job) == uses.trained_on_an_odd_disk("", job.resident)
+
+
+@pytest.mark.parametrize("tiers", (("nvme", "none"), ("none", "nvme")), ids="-".join)
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("nothing is written", "nothing more is written"),
+        ("bad block on writing", "Input/output error"),
+        ("bad block on reading", "Input/output error"),
+        ("full", "No space left on device"),
+        ("read-only", "Read-only file system"),
+        ("deleted", "No such file or directory"),
+        ("truncated", "another program made it 4,096 of"),
+    ],
+)
+def test_a_disk_that_fails_in_a_step(how: str, why: str, tiers: tuple[str, str], tmp_path: Path) -> None:
+    """It is said where, training does not go on with what it has, and the last checkpoint is whole and the last."""
+    (tmp_path / "disk").mkdir()
+    job = Job(
+        stage=3, optimizer_tier=tiers[0], param_tier=tiers[1], dtype="bf16",
+        path=str(tmp_path / "disk"), zero={"sub_group_size": 512},
+    )  # fmt: skip
+    said, saved, loaded = uses.trained_on_a_failing_disk(how, job, str(tmp_path / "checkpoints"))
+    key = "offload_optimizer" if tiers[0] == "nvme" else "offload_param"
+    for text in said[:2]:
+        assert f"{key}.nvme_path" in text and str(tmp_path / "disk") in text and why in text
+        assert "start again, and load the last checkpoint" in text
+    assert said[2], "a checkpoint was saved from what is left"
+    assert saved == loaded
+
+
+@pytest.mark.parametrize("key", ("optimizer_tier", "param_tier"))
+def test_a_rank_without_room_stops_all(key: str, world: Worlds, tmp_path: Path) -> None:
+    """Of files above a page, which is the trial of the disk."""
+    job = Job(stage=3, path=str(tmp_path), **{key: "nvme"})
+    said = world(2).run(uses.refused_for_want_of_room, job=job, room=4096)
+    assert "another rank cannot use its disk" in said[0]
+    assert "reserving" in said[1] and "File too large" in said[1] and "ulimit -f" in said[1]
 
 
 def test_a_killed_job_is_swept_and_a_live_one_is_not(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from zrun_runtime.tiers.scratch import Scratch
 
 PAGE = 4096
 REQUEST_BYTES = 8 * 2**20
+_RESUME = "training cannot go on without this state: start again, and load the last checkpoint"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,15 @@ class DiskSettings:
 
 
 class Disk:
-    """Files in a directory of this process, and the threads that read and write them."""
+    """Files in a directory of this process, and the threads that read and write them.
+
+    Once a request has failed every other fails too: what the files have and what training has may differ from then on.
+    """
 
     def __init__(self, settings: DiskSettings) -> None:
         self.settings = settings
+        self._failure: OffloadError | None = None
+        self._sizes: dict[Path, int] = {}
         self.scratch = Scratch(settings.path, settings.key)
         self.direct = self._takes_direct()
         self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="zrun-disk")
@@ -69,7 +75,7 @@ class Disk:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
                 self.scratch.remove()
-                raise self._failed("writing", trial, error) from error
+                raise self._unusable("writing", trial, error) from error
         finally:
             trial.unlink(missing_ok=True)
         notice("warning", f"{self.settings.key}: no direct I/O on {self.settings.path}; it goes through the page cache")
@@ -82,16 +88,18 @@ class Disk:
             OffloadError: the disk is full.
         """
         path = self.scratch.path / name
+        self._sizes[path] = nbytes
         try:
             with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                 os.posix_fallocate(file, 0, nbytes)
         except OSError as error:
             path.unlink(missing_ok=True)
-            raise self._failed(f"reserving {nbytes:,} bytes for", path, error) from error
+            raise self._unusable(f"reserving {nbytes:,} bytes for", path, error) from error
         return path
 
     def delete(self, path: Path) -> None:
         """Give back a file's space."""
+        self._sizes.pop(path, None)
         path.unlink(missing_ok=True)
 
     def read(self, path: Path, offset: int, into: Tensor) -> Callable[[], None]:
@@ -105,11 +113,19 @@ class Disk:
     def _submit(
         self, doing: str, action: Callable[[int, int, Tensor], None], path: Path, offset: int, data: Tensor
     ) -> Callable[[], None]:
-        flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
+        if self._failure is not None:
+            raise OffloadError(self._failure.message, self._failure.hint)
+        flags, size = os.O_RDWR | (os.O_DIRECT if self.direct else 0), self._sizes[path]
 
         def run(start: int, part: Tensor) -> None:
-            with _opened(path, flags) as file:
-                action(file, offset + start, part)
+            try:
+                with _opened(path, flags) as file:
+                    if (now := os.fstat(file).st_size) != size:
+                        raise OSError(errno.EIO, f"another program made it {now:,} of {size:,} bytes")
+                    action(file, offset + start, part)
+            except OSError as error:
+                self._failure = OffloadError(self._what(doing, path, error), _RESUME)
+                raise self._failure from error
 
         count = max(1, min(self.settings.threads, data.numel() // self.settings.request_bytes))
         step = round_up(-(-data.numel() // count), PAGE)
@@ -118,26 +134,28 @@ class Disk:
         ]  # fmt: skip
 
         def complete() -> None:
-            self._join(futures, doing, path)
+            wait(futures)
+            for future in futures:
+                future.result()
 
         return complete
 
-    def _join(self, futures: list[Future[None]], doing: str, path: Path) -> None:
-        wait(futures)
-        try:
-            for future in futures:
-                future.result()
-        except OSError as error:
-            raise self._failed(doing, path, error) from error
-
-    def _failed(self, doing: str, path: Path, error: OSError) -> OffloadError:
-        where = f"{self.settings.key}: {doing} {path}: {error.strerror or error}"
+    def _unusable(self, doing: str, path: Path, error: OSError) -> OffloadError:
+        """Before training."""
+        hint = "use more ranks, or another disk"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = os.statvfs(self.settings.path)
-            return OffloadError(
-                f"{where}; {free.f_bavail * free.f_frsize:,} bytes are free", "free space, or use more ranks"
-            )
-        return OffloadError(where, "training cannot go on without this state; resume from a checkpoint")
+            hint = f"free space, {hint}"
+        elif error.errno == errno.EFBIG:
+            hint = f"raise the limit of a file's size (ulimit -f), {hint}"
+        return OffloadError(self._what(doing, path, error), hint)
+
+    def _what(self, doing: str, path: Path, error: OSError) -> str:
+        what = f"{self.settings.key}: {doing} {path}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                free = os.statvfs(self.settings.path)
+                what += f"; {free.f_bavail * free.f_frsize:,} bytes are free"
+        return what
 
     def close(self) -> None:
         """Remove the files."""
@@ -178,7 +196,10 @@ def _write_all(file: int, offset: int, source: Tensor) -> None:
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """(nbytes,) uint8 in host memory that starts on a page; nbytes is a multiple of a page."""
-    room = host_empty(nbytes + PAGE, torch.uint8, pin=True)
+    """(nbytes,) uint8 in host memory that starts on a page; nbytes is a multiple of a page.
+
+    Not page-locked: what goes on to a device is copied in pieces, so that the buffer is free for the disk at once.
+    """
+    room = host_empty(nbytes + PAGE, torch.uint8, pin=False)
     start = -room.data_ptr() % PAGE
     return room[start : start + nbytes]

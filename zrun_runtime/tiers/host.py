@@ -32,69 +32,80 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> Tensor:
 
 
 class Courier:
-    """Copies between one device and page-locked host memory, on a stream of its own, so that kernels go on.
+    """Copies between one device and page-locked host memory, beside the kernels of the device.
 
-    Where the device is no GPU a copy is over when it was asked for.
+    Each direction has a stream of its own, as a link carries both at a time. Both begin after what was queued on the
+    device before. Where the device is no GPU a copy is over when it was asked for.
     """
 
     _of: dict[torch.device, Courier] = {}
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._inward, self._outward = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
         self._staging: Ring[Tensor] = Ring(lambda: host_empty(_PIECE_BYTES, torch.uint8, pin=True), _PIECES)
 
     @classmethod
     def of(cls, device: torch.device) -> Courier:
         """The one of this device."""
-        return cls._of.setdefault(device, cls(device))
+        if device not in cls._of:
+            cls._of[device] = cls(device)
+        return cls._of[device]
 
     def receive(self, source: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """A copy of `source` in host memory, and what waits until it is there."""
         target = host_empty(source.numel(), source.dtype, pin=True)
-        if self._stream is None:
+        if self._outward is None:
             target.copy_(source)
-            return target, lambda: None
-        self._stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(self._stream):
+            return target, nothing
+        self._outward.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(self._outward):
             target.copy_(source, non_blocking=True)
-        arrived = self._stream.record_event()
+        arrived = self._outward.record_event()
 
         def wait() -> None:
             arrived.synchronize()
-            _ = source  # held until here
+            _ = source  # held until here: its memory may not be given to others before it was read
 
         return target, wait
 
-    def send(self, values: Tensor, target: Tensor, stays: bool = False) -> None:
-        """Begin to copy host values into a tensor of the device, in its dtype.
-
-        stays: they do not change before the device has them; else they may at once.
-        """
-        if self._stream is None:
+    def send(self, values: Tensor, target: Tensor) -> None:
+        """Begin to copy host values, which may change at once, into a tensor of the device, in its dtype."""
+        if self._inward is None:
             target.copy_(values)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(target.device))
-        if stays and values.dtype is target.dtype:
-            with torch.cuda.stream(self._stream):
-                target.copy_(values, non_blocking=True)
-            return
+        self._inward.wait_stream(torch.cuda.current_stream(target.device))
         step = _PIECE_BYTES // target.element_size()
         for start in range(0, values.numel(), step):
             part, place = values[start : start + step], target[start : start + step]
             buffer = self._staging.take()
             staged = buffer[: part.numel() * target.element_size()].view(target.dtype).copy_(part)
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._inward):
                 place.copy_(staged, non_blocking=True)
-            self._staging.give_back(buffer, self._stream.record_event().synchronize)
+            self._staging.give_back(buffer, self._inward.record_event().synchronize)
+
+    def send_lasting(self, values: Tensor, target: Tensor) -> Callable[[], None]:
+        """The same with page-locked values of the target's dtype, without a copy in between. They must not change
+        before what is returned has returned."""
+        if self._inward is None:
+            target.copy_(values)
+            return nothing
+        self._inward.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(self._inward):
+            target.copy_(values, non_blocking=True)
+        return self._inward.record_event().synchronize
 
     def issuing(self, device: torch.device) -> AbstractContextManager[object]:
         """Inside, what is queued on the device comes after what was sent, and after what was queued before."""
-        if self._stream is None:
+        if self._inward is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
+        self._inward.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._inward)
 
     def join(self, device: torch.device) -> None:
         """What is queued on the device from now on comes after what was sent."""
-        if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
+        if self._inward is not None:
+            torch.cuda.current_stream(device).wait_stream(self._inward)
+
+
+def nothing() -> None:
+    """What waits for what is there already."""

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 import weakref
 from pathlib import Path
@@ -23,6 +24,7 @@ from zrun_runtime.errors import OffloadError
 
 _NAME = re.compile(r"zrun-offload\.(?P<host>[^.]+)\.(?P<pid>\d+)-(?P<start>\d+)\.[0-9a-f]+")
 _LOCK = "in-use"
+_MAKING_SECONDS = 60.0  # a directory without its lock is not that new any more
 
 
 class Scratch:
@@ -79,9 +81,13 @@ def sweep(place: Path) -> None:
 
 def _sweep_one(entry: Path) -> None:
     try:
-        lock = os.open(entry / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(entry / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # it is being made, or removed; or its process was killed while it did that
+        if time.time() - entry.lstat().st_mtime > _MAKING_SECONDS:
+            shutil.rmtree(entry, ignore_errors=True)
+        return
     except OSError:
-        return  # someone else's, or it is being made, or removed, right now
+        return  # someone else's
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(entry, ignore_errors=True)

@@ -174,6 +174,7 @@ class FileStore:
         self._path = disk.create(name, self._offset(-(-self.numel // self.tile_numel)))
         self._known: dict[int, set[str]] = {}  # slot -> names of what the file has of it
         self._here: dict[int, tuple[Tensor, set[str]]] = {}
+        self._writing: dict[int, Callable[[], None]] = {}  # slot -> waits until the file has it
         buffers.fit(self._offset(1))
 
     @property
@@ -203,8 +204,7 @@ class FileStore:
             return
         if not self._buffers.ring.exhausted:
             buffer = self._buffers.ring.take()
-            reading = self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])
-            self._buffers.coming[key] = buffer, reading
+            self._buffers.coming[key] = buffer, self._read(slot, buffer)
 
     def fetch(self, slot: Slot, fresh: bool = False) -> Values:
         """fresh: nothing of it is wanted, all will be written."""
@@ -215,9 +215,18 @@ class FileStore:
         else:
             buffer = self._buffers.take()
             if known:
-                self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])()
+                self._read(slot, buffer)()
         self._here[slot.index] = buffer, set(known)
         return {name: view for name, view in self._views(slot, buffer).items() if name in known}
+
+    def _settle(self, slot: Slot) -> None:
+        """Wait until the file has the slot: with several threads a request may overtake another."""
+        if slot.index in self._writing:
+            self._writing.pop(slot.index)()
+
+    def _read(self, slot: Slot, buffer: Tensor) -> Callable[[], None]:
+        self._settle(slot)
+        return self._disk.read(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])
 
     def room(self, slot: Slot, name: str, dtype: torch.dtype) -> Tensor:
         buffer, present = self._here[slot.index]
@@ -241,7 +250,9 @@ class FileStore:
     def flush(self, slot: Slot) -> None:
         buffer, present = self._here.pop(slot.index)
         self._known[slot.index] = present
+        self._settle(slot)
         writing = self._disk.write(self._path, self._offset(slot.index), buffer[: self._extent(slot.numel)])
+        self._writing[slot.index] = writing
         self._buffers.ring.give_back(buffer, writing)
 
     def release(self, slot: Slot) -> None:
@@ -253,6 +264,7 @@ class FileStore:
         for buffer, _ in self._here.values():
             self._buffers.ring.give_back(buffer)
         self._here.clear()
+        self._writing.clear()
         self._buffers.ring.drain()
 
     def delete(self) -> None:

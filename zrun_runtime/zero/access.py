@@ -154,6 +154,8 @@ def _set_master(param: nn.Parameter, value: Tensor, put: _Put) -> None:
 def _set_grad(param: nn.Parameter, value: Tensor, put: _Put) -> None:
     place, grads = _grads(param)
     if grads is not None:
+        if grads.reduced is not None and grads.group.master is not None:
+            grads.reduced = grads.reduced.to(grads.group.master.dtype)  # as exact as what is set
         put(place, grads.reduced, value * _scale(place))
         grads.square_sum = None
 

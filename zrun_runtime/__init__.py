@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from zrun_runtime import checkpointing, zero
 from zrun_runtime.build import build_engine
-from zrun_runtime.call import compare_batch_sizes, config_source, refuse_model_parallelism
+from zrun_runtime.call import (
+    compare_batch_sizes,
+    config_source,
+    listed_parameters,
+    refuse_model_parallelism,
+    refuse_other_kinds,
+)
 from zrun_runtime.distributed import current_world, init_distributed
 from zrun_runtime.early import not_building
 from zrun_runtime.engine import Engine
@@ -80,7 +86,7 @@ def initialize(
         (engine, optimizer, loader or None, scheduler or None)
 
     Raises:
-        ConfigError: the config cannot be read, or asks for what cannot be.
+        ConfigError: the config cannot be read, or asks for what cannot be; an argument is of another kind.
         DistributedError: the process group cannot be built.
         ParameterError: a parameter cannot be sharded.
     """
@@ -89,9 +95,10 @@ def initialize(
     source = config_source(args, config if config is not None else config_params)
     if model is None:
         raise EngineError("initialize: no model was given")
+    refuse_other_kinds(model, optimizer, lr_scheduler, training_data)
     refuse_model_parallelism(mpu, mesh_param, world.size)
     with not_building():
-        engine = build_engine(model, optimizer, model_parameters, lr_scheduler, source)
+        engine = build_engine(model, optimizer, listed_parameters(model_parameters, model), lr_scheduler, source)
     zero.remember(engine)
     if world.rank == 0:
         compare_batch_sizes(args, engine.settings)

@@ -1,9 +1,13 @@
-"""What the arguments of `initialize` say beside the model: where its config is, that all ranks are data parallel."""
+"""What the arguments of `initialize` are: of the right kind, with one config, and ranks that are all data parallel."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from zrun_runtime.config import Config
 from zrun_runtime.errors import ConfigError
@@ -22,6 +26,51 @@ _BATCH = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_accumulation_steps": "accumulation_steps",
 }
+
+
+def refuse_other_kinds(model: Any, optimizer: Any, lr_scheduler: Any, training_data: Any) -> None:
+    """Name the argument that is something else than it has to be.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "give an instance" if isinstance(model, type) else "give the module itself"
+        raise ConfigError(f"initialize: model is {_kind(model)}, not a module", hint)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and not callable(optimizer):
+        hint = 'give a torch optimizer, a function that makes one of parameters, or "optimizer" in the config'
+        raise ConfigError(f"initialize: optimizer is {_kind(optimizer)}", hint)
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "step") and not callable(lr_scheduler):
+        hint = 'give a scheduler, a function that makes one of the optimizer, or "scheduler" in the config'
+        raise ConfigError(f"initialize: lr_scheduler is {_kind(lr_scheduler)}", hint)
+    if training_data is not None and not (hasattr(training_data, "__getitem__") or isinstance(training_data, Iterable)):
+        raise ConfigError(f"initialize: training_data is {_kind(training_data)}, not a dataset")
+
+
+def _kind(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+
+
+def listed_parameters(given: Iterable[Any] | None, model: nn.Module) -> list[Any] | None:
+    """`model_parameters` as a list: parameters, (name, parameter) pairs, or groups of them. None: none were given.
+
+    Raises:
+        ConfigError: there is something else among them, or nothing at all though the model has something to train.
+    """
+    if given is None:
+        return None
+    found = [given] if isinstance(given, (Tensor, dict)) else list(given)
+    if not found and any(parameter.requires_grad for parameter in model.parameters()):
+        hint = "a generator gives its parameters once: make a list of it, or leave model_parameters out"
+        raise ConfigError("initialize: model_parameters holds no parameter", hint)
+    for item in found:
+        held = item.get("params", item) if isinstance(item, dict) else item
+        for member in held if isinstance(held, list) else [held]:
+            value = member[1] if isinstance(member, tuple) and len(member) == 2 else member
+            if isinstance(value, (str, dict)) or not isinstance(value, (Tensor, Iterable)):
+                hint = "give parameters, (name, parameter) pairs, or dicts with `params`"
+                raise ConfigError(f"initialize: model_parameters holds something of type {type(value).__name__}", hint)
+    return found
 
 
 def config_source(args: Any, config: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from zrun_runtime.distributed import World
+from zrun_runtime.telemetry import notice
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ def build_loader(
     sampler = how.sampler
     if sampler is None and isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
         sampler = ResumableSampler(dataset, world.size, world.rank, shuffle=how.shuffle, drop_last=how.drop_last)
+    if isinstance(dataset, IterableDataset) and world.size > 1 and world.rank == 0:
+        notice(
+            "info", "training data: an iterable dataset is read as it comes; give each rank samples of its own in it"
+        )
     loader = ResumableLoader(
         dataset,
         batch_size=batch_size,

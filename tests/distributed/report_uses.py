@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import zrun_runtime
 from zrun_runtime import zero
@@ -250,6 +251,13 @@ def two_engines(rank: int, world: int, *, stages: tuple[int, int], accumulation:
     return {"far": [distance(a, b) for a, b in zip(ends, wanted, strict=True)], "steps": second.global_steps}
 
 
+class Counting(IterableDataset[int]):
+    """Six numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
 def loader(rank: int, world: int) -> tuple[int, set[int], set[int]]:
     """(length of the loader, sizes of its batches, items that this rank sees): 240 items, three a micro-batch."""
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
@@ -258,6 +266,9 @@ def loader(rank: int, world: int) -> tuple[int, set[int], set[int]]:
     engine, _, batches, _ = zrun_runtime.initialize(model=Stack(), config=config, training_data=data)
     ordered = engine.deepspeed_io(data, batch_size=5, route="eval", collate_fn=lambda items: [int(i[0]) for i in items])
     assert next(iter(ordered)) == [rank + world * number for number in range(5)]
+    with redirect_stderr(io.StringIO()) as said:
+        assert len(list(engine.deepspeed_io(Counting()))) == 2
+    assert said.getvalue().count("give each rank samples of its own") == (rank == 0)
     own = engine.deepspeed_io(data, data_sampler=torch.utils.data.SequentialSampler(data))
     assert next(iter(own))[0].tolist() == [0, 1, 2]
     seen = [batch[0] for batch in batches]

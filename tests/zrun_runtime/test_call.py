@@ -7,8 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from zrun_runtime.call import compare_batch_sizes, config_source, refuse_model_parallelism
+from zrun_runtime.call import (
+    compare_batch_sizes,
+    config_source,
+    listed_parameters,
+    refuse_model_parallelism,
+    refuse_other_kinds,
+)
 from zrun_runtime.config import load_config
 from zrun_runtime.errors import ConfigError
 
@@ -56,3 +64,45 @@ def test_other_batch_sizes_of_the_program_are_told(capsys: pytest.CaptureFixture
     assert not capsys.readouterr().err
     compare_batch_sizes(SimpleNamespace(gradient_accumulation_steps=4), config)
     assert "args.gradient_accumulation_steps is 4, but the config makes it 1" in capsys.readouterr().err
+
+
+def kinds(**arguments: Any) -> None:
+    """`refuse_other_kinds` with good arguments but these."""
+    good = {"model": nn.Linear(1, 1), "optimizer": None, "lr_scheduler": None, "training_data": None}
+    refuse_other_kinds(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model": nn.Linear}, "the class Linear, not a module\n  -> give an instance"),
+        ({"model": nn.Linear(1, 1).state_dict()}, "of type OrderedDict, not a module"),
+        ({"optimizer": "adam"}, "optimizer is of type str"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler is of type str"),
+        ({"training_data": 3}, "training_data is of type int"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kinds(**arguments)
+
+
+def test_functions_lists_and_iterators_are_of_the_right_kind() -> None:
+    kinds(optimizer=torch.optim.SGD, lr_scheduler=lambda optimizer: None, training_data=[1, 2])
+    kinds(training_data=iter([1]), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_parameters_in_every_form_are_listed() -> None:
+    model = nn.Linear(1, 1)
+    assert listed_parameters(None, model) is None
+    for given in (model.parameters(), model.named_parameters(), [{"params": model.parameters()}], [{"params": []}]):
+        assert listed_parameters(given, model)
+    assert listed_parameters(model.weight, model) is not None
+    used_up = model.parameters()
+    list(used_up)
+    with pytest.raises(ConfigError, match="holds no parameter\n  -> a generator gives"):
+        listed_parameters(used_up, model)
+    for wrong in (["weight"], [{"params": ["weight"]}], [3], model.state_dict()):
+        with pytest.raises(ConfigError, match="of type"):
+            listed_parameters(wrong, model)
+    assert listed_parameters([], nn.Identity()) == []

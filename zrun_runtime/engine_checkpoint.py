@@ -24,6 +24,7 @@ WAIT_FOR_WHOLE = 1800.0  # seconds that a disk may take for a whole model
 class EngineCheckpoint(EngineState):
     """The part of the engine that writes and reads checkpoints."""
 
+    none_if_nothing_loaded = False  # the client state then; frameworks look at it to see whether there was anything
     lr_scheduler: Any
     scaler: LossScaler | None
     progress: Progress
@@ -106,7 +107,8 @@ class EngineCheckpoint(EngineState):
             )
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         self._saver.wait()
-        return self._loader.load(_directory(load_dir, "load_checkpoint"), tag, wanted, fallback)
+        path, state = self._loader.load(_directory(load_dir, "load_checkpoint"), tag, wanted, fallback)
+        return path, None if path is None and self.none_if_nothing_loaded else state
 
     def save_16bit_model(
         self,

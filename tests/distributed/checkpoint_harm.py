@@ -17,8 +17,9 @@ import torch
 
 from zrun_runtime.checkpoint import writer
 from zrun_runtime.checkpoint.manifest import sealed
+from zrun_runtime.integrations import entry
 
-from .checkpoint_uses import config_of, engine_of, mark_of, train
+from .checkpoint_uses import SmallNet, config_of, engine_of, mark_of, train
 
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir")
 
@@ -266,6 +267,8 @@ def latest_is_odd(rank: int, world: int, *, directory: str) -> Any:
         found[f"load tag {tag[:9]!r}"] = said_by(lambda tag=tag: engine.load_checkpoint(directory, tag=tag))
     found["the tag's directory"] = engine.load_checkpoint(directory + "/global_step1")
     found["no directory"] = engine.load_checkpoint(directory + "/none")
+    other = entry.initialize(model=SmallNet(), config={"train_batch_size": world})[0]
+    found["as deepspeed"] = other.load_checkpoint(directory + "/none")
     found["no name"] = said_by(lambda: engine.save_checkpoint(""))
     found["missing tag"] = said_by(lambda: engine.load_checkpoint(directory, tag="global_step7"))
     return found

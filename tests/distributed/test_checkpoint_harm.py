@@ -57,6 +57,7 @@ def test_odd_tags_and_latest(world: Worlds, tmp_path: Path) -> None:
     directory = str(tmp_path / "d")
     assert found.pop("nothing") == (None, {})
     assert found.pop("no directory") == (None, {})
+    assert found.pop("as deepspeed") == (None, None)  # what Lightning looks at
     assert found.pop("the tag's directory") == (directory + "/global_step1", {})
     assert found.pop("a newline")[0] == directory + "/global_step1"
     assert "global_step9" in found["nowhere"] and "global_step1" in found["nowhere"]

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from zrun_runtime.checkpoint.errors import CheckpointError
 from zrun_runtime.checkpoint.files import checked_tag, sync_directory, told, write_small
 from zrun_runtime.checkpoint.open import StoredState, open_checkpoint
-from zrun_runtime.checkpoint.writer import BufferPair, Entry, StreamWriter, header
+from zrun_runtime.checkpoint.writer import BufferPair, DiskThread, Entry, StreamWriter, header
 
 DTYPES: dict[str, torch.dtype | None] = {
     "fp32": torch.float32,
@@ -134,8 +134,8 @@ def _names(form: Form, count: int) -> list[str]:
 def _write_safetensors(path: Path, state: StoredState, names: Sequence[str]) -> None:
     entries = {name: Entry(state.dtype_of(name), tuple(state.sources[name].shape)) for name in names}
     head = header(entries, {"format": "pt"}, pad=False)
-    with ThreadPoolExecutor(1) as pool:
-        writer = StreamWriter(path, BufferPair(), pool, len(head) + sum(e.nbytes for e in entries.values()))
+    with closing(DiskThread()) as disk:
+        writer = StreamWriter(path, BufferPair(), disk, len(head) + sum(e.nbytes for e in entries.values()))
         try:
             writer.feed_bytes(head)
             for name in names:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -66,6 +66,17 @@ _SLOWEST_DISK = 10e6  # bytes a second: a rank that writes more slowly counts as
 _NFS_PATIENCE = 10.0  # seconds after which what another host made must be seen
 _ALIGNMENT = 64  # bytes
 _DEFAULT_TAGS = "global_step"
+_unheard: set[Saver] = set()  # a checkpoint of theirs is missing, and the program does not know yet
+
+
+@atexit.register  # when this module is imported, so that what a program registers runs before it
+def _fail_at_exit() -> None:
+    """A checkpoint is missing and nobody has heard of it: the program must not end as if all were well."""
+    if _unheard:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,7 @@ class Saver:
             CheckpointError: a checkpoint could not be written.
         """
         failure, self._failure = self._failure, None
+        _unheard.discard(self)
         if failure is not None:
             raise failure
 
@@ -143,14 +155,8 @@ class Saver:
             self._carry_out(job, copies)
         except Exception as error:
             self._failure = error
-            atexit.register(self._fail_at_exit)
+            _unheard.add(self)
             notice("error", f"{job.path / job.tag} was not written: {error}", rank=self.world.rank)
-
-    def _fail_at_exit(self) -> None:
-        """A checkpoint is missing and nobody has heard of it: the program must not end as if all were well."""
-        if self._failure is not None:
-            sys.stderr.flush()
-            os._exit(1)
 
     def _copy(self, job: Job, stream: Iterable[tuple[Role, Tensor]]) -> list[tuple[Role, Tensor]]:
         """Copies of all that this rank writes, in host memory that is used again and again."""
@@ -206,6 +212,7 @@ class Saver:
         try:
             heard = self.meeting.exchange("save_checkpoint", said, self.settings.timeout)
             self._failure = None
+            _unheard.discard(self)
             raise_troubles("an earlier save_checkpoint", heard, "failure")
             if error is not None:
                 raise error

@@ -16,11 +16,14 @@ import fcntl
 import json
 import mmap
 import os
+import threading
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -76,6 +79,39 @@ class BufferPair:
         self.size = size
 
 
+class DiskThread:
+    """A thread that does one thing after the other.
+
+    (An executor takes nothing more once the program has come to its end, and the last checkpoint may be written then.)
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="zrun-checkpoint-disk", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Have it done after what was asked for before; the result tells of its end, or raises what it raised."""
+        done: Future[None] = Future()
+        self._waiting.put((done, work))
+        return done
+
+    def close(self) -> None:
+        """Once all is done."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            done, work = item
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
 class StreamWriter:
     """One file. `feed` it, `close` it; whatever fails, `abandon` it.
 
@@ -83,10 +119,10 @@ class StreamWriter:
         size, crc32: bytes so far, and their checksum.
     """
 
-    def __init__(self, path: Path, buffers: BufferPair, pool: ThreadPoolExecutor, needed: int = 0) -> None:
+    def __init__(self, path: Path, buffers: BufferPair, disk: DiskThread, needed: int = 0) -> None:
         self.path, self.needed = path, needed
         self.size = self.crc32 = 0
-        self._buffers, self._pool = buffers, pool
+        self._buffers, self._disk = buffers, disk
         self._filling = self._filled = 0
         self._under_way: Future[None] | None = None
         with told(path, "the file cannot be made", needed):
@@ -123,7 +159,7 @@ class StreamWriter:
         filled = self._buffers.views[self._filling][: self._filled]
         offset = self.size
         self._await()
-        self._under_way = self._pool.submit(self._write, filled, offset)
+        self._under_way = self._disk.submit(partial(self._write, filled, offset))
         self.crc32 = zlib.crc32(filled, self.crc32)
         self.size += len(filled)
         self._filling, self._filled = 1 - self._filling, 0
@@ -195,11 +231,11 @@ class FileSet:
             disk = os.statvfs(directory)
             if disk.f_bavail * disk.f_frsize < sum(needed.values()):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._pool = ThreadPoolExecutor(1, "zrun-checkpoint-disk")
+        self._disk = DiskThread()
         try:
             for role, head in heads.items():
                 path = directory / f"{role}-{rank:05d}-of-{size:05d}{suffix}.safetensors"
-                self._writers[role] = StreamWriter(path, BufferPair(), self._pool, needed[role])
+                self._writers[role] = StreamWriter(path, BufferPair(), self._disk, needed[role])
                 self._writers[role].feed_bytes(head)
                 self._starts[role] = len(head)
         except BaseException:
@@ -225,11 +261,11 @@ class FileSet:
                     data_start=self._starts[role],
                 )
             )
-        self._pool.shutdown()
+        self._disk.close()
         return found
 
     def abandon(self) -> None:
         """Stop; what is written is left as it is."""
         for writer in self._writers.values():
             writer.abandon()
-        self._pool.shutdown()
+        self._disk.close()

@@ -54,6 +54,7 @@ def initialize(
         config_params=config_params,
     )
     engine, stepped = built[:2]
+    vars(engine)["none_if_nothing_loaded"] = True
     if stepped is not None and engine.zero_optimization_partition_weights():
         vars(stepped)["parameter_offload"] = ParameterOffload()
     return built

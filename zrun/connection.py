@@ -15,6 +15,7 @@ from zrun.job import JobSpec
 from zrun.transport.base import AgentEnd, Link, Transport
 
 MAX_NOISE_BYTES = 1024 * 1024  # that a login shell may print before the handshake
+_SAID_BYTES = 200  # of the last line of it, for an error
 _IN_FLIGHT = 10_000  # events of one host that may wait for the supervisor
 
 
@@ -34,12 +35,15 @@ def greet(link: Link) -> str:
     Raises:
         HostLostError: it did not start, or speaks another protocol.
     """
-    left = MAX_NOISE_BYTES
+    left, said = MAX_NOISE_BYTES, ""
     while left > 0:
         line = link.receive(left)
         if not line:
-            raise HostLostError("its agent did not start")
+            raise HostLostError(f"its agent did not start{said}")
         left -= len(line)
+        if line.strip():
+            words_of_shell = line[:_SAID_BYTES].decode("utf-8", "replace").strip()
+            said = f"; what it said last: {words_of_shell!r}"
         words = line.split()
         if len(words) == 3 and words[0] == b"zrun-agent":
             spoken, version = (word.decode("ascii", "replace") for word in words[1:])

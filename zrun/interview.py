@@ -136,7 +136,10 @@ class Interview:
             )
         if end.returncode in (126, 127) or "not found" in last or "No such file" in last:
             return PreflightError(f"there is no Python at {python}", "name the one there with python= in the hostfile")
-        return HostLostError(f"{error.message}{f': {last}' if last else ''}", error.hint)
+        hint = (
+            "" if last else "its login shell, or a command that its SSH server forces, does not run what it is told to"
+        )
+        return HostLostError(f"{error.message}{f': {last}' if last else ''}", error.hint or hint)
 
 
 def _all_at_once(

@@ -169,6 +169,11 @@ def begins_last_words(line: str) -> bool:
     return any(pattern.match(line) for pattern in (_HEADER, _SHORT))
 
 
+def is_short(words: str) -> bool:
+    """Whether these last words are an error of zrun_runtime, said without a traceback."""
+    return _SHORT.match(words) is not None
+
+
 def last_traceback(stderr: str) -> str:
     """The last traceback in the tail of a stderr, with the exceptions it is chained to; empty if there is none.
 

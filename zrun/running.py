@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from zrun.attempt import Verdict
 from zrun.console import Console
 from zrun.environment import with_history
-from zrun.errors import PreflightError
+from zrun.errors import PreflightError, UsageError
 from zrun.hostfile import Host
 from zrun.job import FailureReport
+from zrun.outputs import is_short
 from zrun.ports import claim_port
 from zrun.prepare import Job, prepare
 from zrun.registry import directory, registered
@@ -122,6 +123,9 @@ class Run:
             say("warning", f"another program has taken port {port} meanwhile: the job starts again with another")
             return self._ready(self._prepare(self._job.hosts), say)
         if self._restarts >= self._config.max_restarts:
+            return None
+        if report.exit_code == UsageError.exit_code and is_short(report.traceback):
+            say("warning", "a mistake in the config stays one: the job is not started again")
             return None
         self._restarts += 1
         last = report.traceback.strip().splitlines()[-1:] if report.rank is not None else []

@@ -64,6 +64,21 @@ def test_a_login_shell_that_hangs(lab, tmp_path):
     refused(lab, tmp_path, "node-2: no answer within")
 
 
+def test_a_login_that_runs_something_else(lab, tmp_path):
+    lab.nodes[1].stop_sshd()
+    lab.nodes[1].start_sshd(ForceCommand="echo; echo only backups here; echo")
+    said = refused(lab, tmp_path, "node-2: its agent did not start; what it said last: 'only backups here'")
+    assert "a command that its SSH server forces" in said
+
+
+def test_a_server_without_sessions(lab, tmp_path):
+    lab.nodes[1].stop_sshd()
+    lab.nodes[1].start_sshd(MaxSessions="0")
+    refused(
+        lab, tmp_path, "node-2: root@10.99.0.2:22 runs no program for us: it opens no further session", "MaxSessions"
+    )
+
+
 def test_a_changed_host_key(lab, tmp_path):
     kind, key, *_ = (lab.directory / "other.pub").read_text().split()
     lab.write_known_hosts(node_2=f"10.99.0.2 {kind} {key}\n")

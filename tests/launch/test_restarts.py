@@ -60,6 +60,19 @@ def test_the_last_failure_is_the_exit_code(tmp_path):
         assert run.out.count("zrun: error:") == 1
 
 
+def test_a_mistake_in_the_config_stays_one(tmp_path):
+    script = """
+        import sys
+        print("began", flush=True)
+        sys.stderr.write("zrun_runtime: ConfigError: ds.json: 7 is odd\\n  -> make it 8\\n")
+        sys.exit(2)
+    """
+    with job(tmp_path, script, "--max_restarts", "3", *CPU) as run:
+        assert run.wait() == 2
+        assert run.out.count("began") == 1 and "not started again" in run.out
+        assert run.out.count("7 is odd") == 1
+
+
 def test_an_interrupted_job_does_not_start_again(tmp_path):
     script = "import time; print('up', flush=True); time.sleep(600)"
     with job(tmp_path, script, "--max_restarts", "5", *CPU) as run:

@@ -166,9 +166,10 @@ class SshTransport:
             channel.exec_command(self._commands[host])
         except (paramiko.SSHException, OSError, EOFError) as error:
             target = session.target
-            raise HostLostError(
-                f"{target} runs no program for us: {text_of(error)}", f"try: {target.command()}"
-            ) from None
+            full = isinstance(error, paramiko.ChannelException)  # the server says no to one more session
+            why = "it opens no further session" if full else text_of(error)
+            hint = "see MaxSessions of its sshd_config" if full else f"try: {target.command()}"
+            raise HostLostError(f"{target} runs no program for us: {why}", hint) from None
         return SshLink(session, channel)
 
     def close(self) -> None:

@@ -184,19 +184,19 @@ class Outcome:
             traceback=event.traceback,
             same_count=len(alike),
             others_stopped=self._others_stopped(alike),
-            hint=event.hint or advice_for(host.spec, event) or self._ended_before(event),
+            hint=event.hint or advice_for(host.spec, event) or self._ended_before(self._when(host, event)),
             positions=position_lines(self._positions()) if code == -signal.SIGABRT else (),
             log_path=host.log_dir_of(event.rank),
         )
 
-    def _ended_before(self, failed: WorkerExited) -> str:
+    def _ended_before(self, failed_at: float) -> str:
         """Which ranks ended with 0 before a failure, or were ending: others fail because they miss them.
 
         Empty if none did, or most.
         """
-        exits = [event for host in self.hosts for event in host.exits.values()]
-        latest = failed.at + _SLOW_END_SECONDS
-        ranks = sorted(e.rank for e in exits if e.returncode == 0 and not e.stopped and e.at < latest)
+        latest = failed_at + _SLOW_END_SECONDS
+        exits = [(self._when(host, event), event) for host in self.hosts for event in host.exits.values()]
+        ranks = sorted(e.rank for at, e in exits if e.returncode == 0 and not e.stopped and at < latest)
         if not ranks or 2 * len(ranks) > self.hosts[0].spec.world_size:
             return ""
         names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

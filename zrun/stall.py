@@ -39,7 +39,7 @@ def stall_report(
     # One that is behind is waited for, else the odd one out; among equals the one of the lowest rank.
     late = behind(positions)
     frames, odd = min(by_place.items(), key=lambda item: (not late & {e[1].rank for e in item[1]}, len(item[1])))
-    host, event, log_path = odd[0]
+    host, event, log_path = min(odd, key=lambda entry: (entry[1].rank not in late, entry[1].rank))
     ranks = ", ".join(str(entry[1].rank) for entry in odd[:8]) + (", ..." if len(odd) > 8 else "")
     if len(by_place) == 1:
         message = f"{silent}: all are at {frames[0]}"

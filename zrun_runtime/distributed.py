@@ -24,6 +24,7 @@ from zrun_runtime.errors import DistributedError
 from zrun_runtime.uncaught import show_short
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_SOONER = 0.9  # the control group's time-out, of the training group's
 _HOW_TO_START = "start the script with zrun or torchrun"
 # The names under which each launcher tells the same four facts, in the order in which they are looked for.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -125,18 +126,28 @@ def current_world() -> World:
         raise DistributedError("the default process group is gone", "call zrun_runtime.init_distributed() first")
     backend = dist.get_backend(group)
     local = local_rank()
+    device = training_device(local, backend)
     control = group if "gloo" in backend or "fake" in backend else _control_groups.get(group)
     if control is None:
-        control = _control_groups[group] = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
+        # Its error names ranks and modules; NCCL's own time-out, which ends the process, must not come first.
+        timeout = _SOONER * group_timeout(group, device)
+        control = _control_groups[group] = dist.new_group(backend="gloo", timeout=timeout)
     return World(
         dist.get_rank(group),
         dist.get_world_size(group),
         local,
-        training_device(local, backend),
+        device,
         backend,
         group,
         control,
     )
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a process group waits for a rank. torch tells it only where its options are kept in Python."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return DEFAULT_TIMEOUT if timeout is None else timeout
 
 
 def first_world_size() -> int | None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zrun_runtime.distributed import World
+from zrun_runtime.distributed import World, group_timeout
 from zrun_runtime.errors import RanksDivergedError
 from zrun_runtime.positions import Position, end_text, position_text, ranks_text, table
 from zrun_runtime.telemetry import notice, telemetry
@@ -235,6 +235,6 @@ class _Posts:
 
 
 def _patience(world: World) -> float:
-    backend = world.data._get_backend(world.device) if world.data is not None else None
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return min(PATIENCE, timeout.total_seconds() / 2) if timeout is not None else PATIENCE
+    if world.data is None:
+        return PATIENCE
+    return min(PATIENCE, group_timeout(world.data, world.device).total_seconds() / 2)

@@ -96,6 +96,22 @@ def test_a_job_that_stands_still_shows_where(tmp_path):
         assert run.pids() == []
 
 
+def test_words_of_the_watch_do_not_end_a_silence(tmp_path):
+    script = """
+        import json, os, time
+        fd, rank = int(os.environ["ZRUN_EVENT_FD"].split(":")[0]), int(os.environ["RANK"])
+        def say(kind, **fields): os.write(fd, (json.dumps({"event": kind, "rank": rank, **fields}) + "\\n").encode())
+        print("up", flush=True)
+        while True:
+            say("position", operation=5 - rank, step=2, text="waits" if rank == 0 else "sleeps", since=1.0)
+            say("notice", level="warning", text="rank 0 has waited", from_watch=True)
+            time.sleep(0.3)
+    """
+    with job(tmp_path, script, "--num_gpus", "2", "--stall_timeout", "1.5", *CPU) as run:
+        assert run.wait() == 134
+        assert "rank 1 on localhost" in run.out and "rank 1: 2 steps done, operation 4: sleeps   <- behind" in run.out
+
+
 def test_dots_are_no_silence(tmp_path):
     script = """
         import sys, time

@@ -6,7 +6,7 @@ import pytest
 
 from zrun.advice import advice_for
 from zrun.errors import HostLostError, ProtocolError
-from zrun.events import AgentDone, AgentFailed, WorkerExited, WorkerStarted
+from zrun.events import AgentDone, AgentFailed, RankPosition, WorkerExited, WorkerStarted
 from zrun.job import JobSpec
 from zrun.outcome import Outcome
 from zrun.transport.base import AgentEnd
@@ -73,6 +73,23 @@ def test_a_cause_that_was_slow_to_end_is_blamed_though_it_was_stopped():
     old = exited(1, 1, stopped=True, at=2.0, traceback="ValueError: that was handled")
     outcome = outcome_of(exited(0, 6, at=40.0), cause, late, old)
     assert (outcome.exit_code, outcome.report().rank) == (1, 2)
+
+
+def test_ranks_that_ended_by_themselves_are_named_where_another_fails():
+    outcome = outcome_of(exited(0, 0, at=41.0), exited(1, 1, at=40.0), exited(2, -15, stopped=True))
+    assert outcome.report().hint == "rank 0 had ended by itself, with exit code 0"
+    outcome = outcome_of(exited(0, 0, at=60.0), exited(1, 1, at=40.0))
+    assert outcome.report().hint == ""
+
+
+def test_positions_are_shown_where_a_watchdog_ended_the_job():
+    stands = RankPosition(0, 7, 2, "waits", 1.0), RankPosition(3, 5, 2, "sleeps", 1.0), RankPosition(2, 7, 2, "x", 1.0)
+    outcome = outcome_of(*stands, RankPosition(2, 0, 0, "", 2.0), exited(0, -6))
+    assert outcome.report().positions == (
+        "rank 3: 2 steps done, operation 5: sleeps   <- behind",
+        "rank 0: 2 steps done, operation 7: waits",
+    )
+    assert outcome_of(*stands, exited(0, 1)).report().positions == ()
 
 
 def test_failures_are_compared_by_one_clock():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zrun.events import WorkerExited
-from zrun.stall import main_stack, stall_report
+from zrun.events import RankPosition, WorkerExited
+from zrun.stall import main_stack, position_lines, stall_report
 
 DUMP = """Fatal Python error: Aborted
 
@@ -45,3 +45,18 @@ def test_ranks_that_wait_at_the_same_place():
 def test_no_stacks():
     report = stall_report(60, [("a", WorkerExited(0, -9, False, 0.0, ""), "")], {})
     assert report.rank is None and "showed no stacks" in report.message
+
+
+def test_a_rank_that_is_behind_is_the_one_whatever_the_stacks_say():
+    stands = {rank: RankPosition(rank, 9 - (rank == 1), 2, f"at {rank // 2}", 0.0) for rank in range(4)}
+    report = stall_report(60, [ended(0, "load"), ended(1), ended(2), ended(3)], stands)
+    assert (report.rank, report.positions[0]) == (1, "rank 1: 2 steps done, operation 8: at 0   <- behind")
+    assert report.positions[2] == "rank 2, 3: 2 steps done, operation 9: at 1"
+
+
+def test_positions_of_many_ranks_take_few_lines():
+    stands = {rank: RankPosition(rank, rank, 0, "x", 0.0) for rank in range(100)}
+    lines = position_lines(stands)
+    assert len(lines) == 13 and lines[-1] == "and 88 more places"
+    same = position_lines({rank: RankPosition(rank, 1, 0, "x", 0.0) for rank in range(100)})
+    assert same == ("rank 0, 1, 2, 3, 4, 5, 6, 7, ... (100 ranks): 0 steps done, operation 1: x",)

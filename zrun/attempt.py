@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from zrun.connection import Closed, Connection
 from zrun.errors import HostLostError
-from zrun.events import AgentFailed, Event, MemoryUsed, Notice, RankPosition, WorkerExited
+from zrun.events import AgentFailed, Event, MemoryUsed, Notice, RankPosition, RunStarted, WorkerExited
 from zrun.feed import ConsoleFeed
 from zrun.heart import Heart
 from zrun.job import FailureReport
@@ -34,6 +34,10 @@ _ALIKE_SECONDS = 0.25  # after a failure, for others that fail at the same momen
 _ALIKE_LIMIT = 1.5  # ... as long as they keep coming
 _CLEANUP_SECONDS = 15.0  # after grace, for an agent or keeper to end what cannot be killed
 _REMARK_SECONDS = 1.0  # after the others were told to stop
+_NO_ENGINE = (
+    "--as_deepspeed: no worker called deepspeed.initialize, so nothing that ran was trained by zrun. Accelerate leaves "
+    "DeepSpeed out for Accelerator(cpu=True), ACCELERATE_USE_CPU=1 and --cpu"
+)
 _SAME_KEYSTROKE = 0.25  # a wrapper may pass on a Ctrl-C that we have got already
 
 
@@ -86,6 +90,7 @@ class Attempt:
         self._times = Times(now, now, now, looked_at=now)
         self._stall_seconds = stall_seconds
         self._keeps_output = False  # the agents know that their files are needed
+        self._has_engine = False  # some rank made one
 
     def run(self) -> Verdict:
         """Runs the job to its end."""
@@ -129,6 +134,7 @@ class Attempt:
     def _on_event(self, place: int, event: Event) -> None:
         if not _tells_of_silence(event):
             self._times.spoke_at = time.monotonic()
+        self._has_engine = self._has_engine or isinstance(event, RunStarted)
         self._outcome.take(place, event)
         self._feed.handle(self._connections[place].spec.host, event)
         if self._feed.left_out and not self._keeps_output:
@@ -243,8 +249,11 @@ class Attempt:
             until += self._job.specs[0].grace  # a keeper may still be at work
         for connection, host in zip(self._connections, hosts, strict=True):
             host.end = connection.end(max(0.0, until - time.monotonic()))
+        code = self._outcome.exit_code
+        if code == 0 and self._job.specs[0].as_deepspeed and not self._has_engine:
+            self._feed.message("warning", _NO_ENGINE)
         return Verdict(
-            self._outcome.exit_code,
+            code,
             self._outcome.report(),
             self._outcome.interrupted_by is not None,
             tuple(host.spec.node_rank for host in hosts if host.lost is not None),

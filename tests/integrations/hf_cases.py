@@ -7,10 +7,8 @@ Each case writes one JSON line to FILE on rank 0. --plain: without DeepSpeed, as
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from driver import main, reset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -221,13 +219,19 @@ def _consolidated(run):
     return same
 
 
-def pretrained(run, stage, dtype=""):
+def saved(run, model, **options):
+    """Where the first rank has saved a model, once it has."""
     base = run.directory / "base"
     if run.rank == 0:
-        make().save_pretrained(base)
+        model.save_pretrained(base, **options)
         (base / "done").touch()
     while not (base / "done").exists():
         time.sleep(0.05)
+    return base
+
+
+def pretrained(run, stage, dtype=""):
+    base = saved(run, make())
     arguments = run.arguments(config(stage), **({"bf16": True, "use_cpu": True} if dtype else {}))
     model = GPT2LMHeadModel.from_pretrained(base)
     found = {
@@ -243,12 +247,7 @@ def pretrained(run, stage, dtype=""):
 
 def memory(run, stage):
     """Host memory of this rank alone that from_pretrained leaves in use, against the size of the model."""
-    base = run.directory / "large"
-    if run.rank == 0:
-        GPT2LMHeadModel(GPT2Config(**{**SHAPE, "n_embd": 512, "n_layer": 6})).save_pretrained(base)
-        (base / "done").touch()
-    while not (base / "done").exists():
-        time.sleep(0.05)
+    base = saved(run, GPT2LMHeadModel(GPT2Config(**{**SHAPE, "n_embd": 512, "n_layer": 6})))
     arguments = run.arguments(config(stage))
     gc.collect()
     before = psutil.Process().memory_full_info().uss
@@ -302,29 +301,5 @@ def evaluate_only(run, stage):
     return {"loss": run.trainer(config(stage)).evaluate()["eval_loss"]}
 
 
-def reset():
-    gc.collect()
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("cases", nargs="+", help="NAME=JSON: a function, and its arguments beside the run")
-    given = parser.parse_args()
-    for number, case in enumerate(given.cases):
-        name, _, text = case.partition("=")
-        directory = given.out.parent / f"case-{number}{'-plain' * given.plain}"
-        run = Run(given.plain, directory)
-        found = globals()[name](run, **json.loads(text or "{}"))
-        if run.rank == 0:
-            with given.out.open("a") as file:
-                file.write(json.dumps({"case": case, **found}) + "\n")
-        reset()
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), Run)

@@ -5,14 +5,11 @@ python loop_cases.py --out FILE CASE...
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from driver import main
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -283,29 +280,5 @@ def fabric(run, stage):
     return use(run.directory, stage, make, DATA)
 
 
-def reset():
-    gc.collect()
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("cases", nargs="+", help="NAME=JSON: a function, and its arguments beside the run")
-    given = parser.parse_args()
-    for number, case in enumerate(given.cases):
-        name, _, text = case.partition("=")
-        run = SimpleNamespace(directory=given.out.parent / f"case-{number}")
-        found = globals()[name](run, **json.loads(text or "{}"))
-        if RANK == 0:
-            with given.out.open("a") as file:
-                file.write(json.dumps({"case": case, **found}) + "\n")
-        reset()
-
-
 if __name__ == "__main__":
-    main()
+    main(globals(), lambda plain, directory: SimpleNamespace(directory=directory))

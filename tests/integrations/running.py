@@ -9,7 +9,7 @@ from typing import Any
 from tests.launch.jobs import command
 
 HERE = Path(__file__).parent
-CPU = ("--plain", "--num_gpus", "2", "--backend", "gloo")
+CPU = ("--plain", "--backend", "gloo", "--num_gpus", "2")
 QUIET = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -18,10 +18,12 @@ def case(name: str, **arguments: Any) -> str:
     return f"{name}={json.dumps(arguments, sort_keys=True)}"
 
 
-def run_cases(directory: Path, script: str, cases: list[str], *words: str, facade: bool = True) -> dict[str, Any]:
+def run_cases(
+    directory: Path, script: str, cases: list[str], *words: str, facade: bool = True, ranks: int = 2
+) -> dict[str, Any]:
     """What the first rank found, by case."""
     out = directory / "out.jsonl"
-    options = (*CPU, *(["--as_deepspeed"] if facade else []))
+    options = (*CPU[:-1], str(ranks), *(["--as_deepspeed"] if facade else []))
     with command(directory, *options, str(HERE / script), "--out", str(out), *words, *cases, environ=QUIET) as run:
         code = run.wait(300)
         assert code == 0, f"{run.out}\n{run.err}"

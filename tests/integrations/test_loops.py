@@ -194,6 +194,21 @@ def test_the_command_named_deepspeed(tmp_path: Path) -> None:
         assert f"local rank {rank}, config ds.json, " in done.stdout.replace("[0-1] ", "[0] ") and "zrun" in done.stdout
 
 
+def test_a_job_that_leaves_deepspeed_out_says_so(tmp_path: Path) -> None:
+    """Accelerate does not tell us that it was told to use the CPU, and trains by itself."""
+    script = """
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    print(type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__, accelerator.num_processes)
+    """
+    text = "\n".join(line[4:] for line in script.splitlines())
+    with job(tmp_path, text, "--as_deepspeed", *CPU, environ=QUIET) as run:
+        assert run.wait(120) == 0, run.err
+    assert "DistributedDataParallel 2" in run.out
+    assert "warning: --as_deepspeed: no worker called deepspeed.initialize" in run.out and "cpu=True" in run.out
+
+
 def test_a_local_rank_is_given_unless_it_is_not_wanted(tmp_path: Path) -> None:
     with job(tmp_path, "import sys; print(sys.argv[1:])", "--as_deepspeed", "--local_rank_arg", "off", *CPU) as run:
         assert run.wait(60) == 0, run.err

@@ -71,6 +71,9 @@ class Agent:
             self._start_workers()
         except OSError as error:
             self._give_up(*_start_failure(error, self._spec, self._spools))
+        except ValueError as error:  # text that has no bytes
+            hint = "an argument or a variable holds a character that no process can be given"
+            self._give_up(f"cannot start the workers on {self._spec.host}: {error}", hint, 2)
         except UsageError as error:
             self._give_up(f"cannot start the workers on {self._spec.host}: {error.message}", error.hint, 3)
         adopt_orphans()

@@ -207,6 +207,8 @@ def parse_env_file(text: str, name: str, check: Callable[[str, str], None] = che
     Raises:
         UsageError: naming file and line.
     """
+    if "\0" in text:
+        raise UsageError(f"{name}: it holds a NUL byte", "variables are text; is it the right file?")
     found: dict[str, str] = {}
     lines = text.replace("\r\n", "\n").split("\n")
     at = 0

@@ -69,7 +69,10 @@ class LaunchConfig:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UsageError for options that cannot be right together."""
+        """Raises UsageError for options that cannot be right, alone or together."""
+        for name, value in vars(self).items():
+            if "\0" in "".join(value if isinstance(value, tuple) else [str(value)]):
+                raise UsageError(f"--{name} holds a NUL character", "no file, host or variable can be called so")
         if self.module and self.no_python:
             raise UsageError("--module and --no_python do not go together: a module is run by Python", "drop one")
         if self.plain and self.json:

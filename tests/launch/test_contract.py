@@ -271,6 +271,7 @@ def test_a_port_that_is_taken(tmp_path):
         (["--hostfile", "hosts", "--no_ssh", "--node_rank", "1", *CPU, "script.py"], ["--node_rank 1", "hosts are 1"]),
         (["--no_ssh", "--node_rank", "0", "--max_restarts", "1", "script.py"], ["--max_restarts"]),
         (["--profile", "profile.yaml", "script.py"], ["profile.yaml:1:10", "num_gpus?"]),
+        (["--profile", "nul.yaml", "script.py"], ["--env holds a NUL"]),
     ],
 )
 def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
@@ -279,6 +280,7 @@ def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
     (tmp_path / "hosts").write_text("# my machines\nnode1 slots=4\n")
     (tmp_path / "mpi").write_text("a slots=1\nb:2\n")
     (tmp_path / "profile.yaml").write_text("num_gpu: 2\n")
+    (tmp_path / "nul.yaml").write_text('env: {A: "x\\0y"}\n')
     (tmp_path / "shell").write_text("#!/bin/bash\necho\n")
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "directory").mkdir()
@@ -287,6 +289,13 @@ def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
         said = run.err + run.out
         assert "Traceback" not in said
         assert all(word in said for word in words), said
+
+
+def test_text_that_no_process_can_be_given(tmp_path):
+    (tmp_path / "profile.yaml").write_text('env: {A: "\\ud800"}\n')
+    with job(tmp_path, "print('began')", "--profile", "profile.yaml", *CPU) as run:
+        assert run.wait() == 2
+        assert "cannot start the workers on localhost" in run.out and "Traceback" not in run.out + run.err
 
 
 def test_the_rank_table(tmp_path):

@@ -185,3 +185,8 @@ def test_what_travels_is_documented():
     goes, _, stays = text[begin : text.index("Anything else", begin)].partition("Never:")
     assert tuple(re.findall("`([A-Z0-9_]+)`", goes)) == TRAVELLING_PREFIXES
     assert tuple(re.findall("`([A-Z0-9_]+)`", stays)) == STAYING
+
+
+def test_a_nul_is_no_text():
+    with pytest.raises(UsageError, match="file: it holds a NUL byte"):
+        parse_env_file("A=1\nB=x\0y\n", "file")

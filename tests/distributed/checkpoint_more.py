@@ -15,6 +15,7 @@ import zrun_runtime
 
 from .checkpoint_harm import said_by
 from .checkpoint_uses import SmallNet, config_of, engine_of, loss_of, mark_of, train
+from .training import digest, gathered
 
 
 def hosts_with_disks(rank: int, world: int, *, directory: str) -> dict[str, Any]:
@@ -140,6 +141,11 @@ def parts(rank: int, world: int, *, directory: str) -> dict[str, Any]:
     found["again"] = {k: mark_of(other)[k] == mark[k] for k in mark if k != "buffers"}
     other.load_checkpoint(directory, tag="fresh")
     found["fresh"] = mark_of(other)["counters"], not any(other.optimizer.state.values())
+    torch.manual_seed(5)
+    bare = {key: value for key, value in config_of(3).items() if key not in ("optimizer", "scheduler")}
+    reader = zrun_runtime.initialize(model=SmallNet(), config=bare)[0]
+    reader.load_checkpoint(directory, tag="again")
+    found["without optimizer"] = digest(gathered(reader.module)) == mark["weights"]
     torch.distributed.barrier()
     if rank == 0:
         for file in Path(directory, "global_step3").glob("optimizer-*"):

@@ -46,6 +46,10 @@ def test_edits_before_initialize_are_kept(stage: int, size: int, world: Worlds) 
         assert found["end"] <= 1e-6
 
 
+def test_init_leaves_all_but_parameters_as_they_are(world: Worlds) -> None:
+    assert all(world(2).run(zero_uses.constants))
+
+
 def test_building_never_holds_the_whole_model(world: Worlds) -> None:
     mib = 2**20
     for building, whole in world(4).run(zero_uses.bytes_while_building):

@@ -107,6 +107,27 @@ def built_in_init(rank: int, world: int, *, stage: int, dtype: str, client: bool
     return result
 
 
+class Constants(nn.Module):
+    """Tensors made in every way, beside one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("one", torch.Tensor([63]).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("angles", 1.0 / torch.arange(1, 9))
+        self.register_buffer("counts", torch.arange(5))
+        self.plain = torch.tensor([0.1, 0.2])
+
+
+def constants(rank: int, world: int) -> bool:
+    """Whether zero.Init, asked for 16 bits, leaves all but parameters as they are."""
+    with zero.Init(config_dict_or_path={"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}):
+        found = Constants()
+    wanted = Constants()
+    pairs = [(found.plain, wanted.plain), *zip(found.buffers(), wanted.buffers(), strict=True)]
+    return all(one.dtype is other.dtype and torch.equal(one, other) for one, other in pairs)
+
+
 def odd_gatherings(rank: int, world: int) -> list[str]:
     """What is said of a module in place of its parameters, and of a rank that there is not; then one that is right."""
     engine = zrun_runtime.initialize(model=build(Plain()), config=_config(3))[0]

@@ -74,14 +74,17 @@ def model_facts(
     for index, (name, parameter) in enumerate(model.named_parameters()):
         number = optimizer_groups.get(id(parameter)) if parameter.requires_grad else None
         how = "frozen" if not parameter.requires_grad else f"of optimizer group {number}"
-        facts.append((f"parameter {index}", f"{name} ({_kind(parameter)}, {how})"))
-    facts += [(f"buffer {i}", f"{name} ({_kind(buffer)})") for i, (name, buffer) in enumerate(model.named_buffers())]
+        facts.append((f"parameter {index}", f"{name} ({kind_text(parameter)}, {how})"))
+    facts += [
+        (f"buffer {i}", f"{name} ({kind_text(buffer)})") for i, (name, buffer) in enumerate(model.named_buffers())
+    ]
     names = {module: name for name, module in model.named_modules()}
     facts.append(("the leaf modules", ", ".join(sorted(names[leaf] for leaf in leaves)) or "none"))
     return facts
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def kind_text(tensor: torch.Tensor) -> str:
+    """Its shape and dtype."""
     return f"{'x'.join(map(str, tensor.shape)) or 'a scalar'} {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zrun_runtime import checkpointing
 from zrun_runtime.agreement import config_facts, model_facts, optimizer_facts, require_agreement
 from zrun_runtime.casting import cast_model, device_hints
+from zrun_runtime.checkpointing import configure as configure_checkpointing
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.config import AutoHints, Config, load_config, short_report
 from zrun_runtime.config.zero_schema import OffloadOptimizerConfig, OffloadParamConfig
@@ -48,7 +48,7 @@ def build_engine(
     world = current_world()
     config = load_config(source, world_size=world.size, auto=_hints(model, optimizer, world))
     if "activation_checkpointing" in config.raw:
-        checkpointing.configure(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
+        configure_checkpointing(checkpoint_in_cpu=config.activation_checkpointing.cpu_checkpointing)
     policy = DtypePolicy.from_config(config)
     cast_model(model, world, policy, config)
     if optimizer is not None and config.optimizer is not None and world.rank == 0:

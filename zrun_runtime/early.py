@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zrun_runtime.agreement import kind_text, require_agreement
 from zrun_runtime.collectives import Collectives
 from zrun_runtime.errors import ParameterError
 from zrun_runtime.flat_group import FlatGroup, GroupSpec
@@ -33,6 +34,7 @@ from zrun_runtime.shards import leaves_device
 from zrun_runtime.telemetry import notice
 
 _ATTRIBUTE = "_zrun_early"  # of a parameter: its EarlyShard; it lives exactly as long as the parameter
+_MADE_HERE = " (made in zero.Init; give its model to initialize() first)"  # behind the name, in errors
 _BORROWED_AT_ONCE = 16
 
 
@@ -113,6 +115,9 @@ def shard_early(parameter: nn.Parameter, label: str, building: Building) -> None
     parameter.data = parameter.data.to(device, building.dtype)
     if collectives.world.size == 1 and not leaves_device(plan.params.tier, device):
         return  # the slice is the whole, and stays
+    name = label.removesuffix(_MADE_HERE)
+    facts = [("the next parameter", f"{name} ({kind_text(parameter)})")]
+    require_agreement(collectives, building.ticket, "zero.Init", facts)
     setattr(parameter, _ATTRIBUTE, EarlyShard(parameter, label, collectives, plan))
 
 
@@ -143,6 +148,7 @@ class Building:
 
     def __init__(self, collectives: Collectives, dtype: torch.dtype | None, plan: StatePlan) -> None:
         self.collectives, self.dtype, self.plan = collectives, dtype, plan
+        self.ticket = collectives.register("zero.Init")
         self._waiting: dict[nn.Module, None] = {}  # have parameters that are not sharded yet
         self._borrowed: dict[EarlyShard, int] = {}  # -> the number of the call that borrowed it last
         self._handles: list[Any] = []
@@ -174,7 +180,7 @@ class Building:
     def shard(self, module: nn.Module) -> None:
         """Shard every parameter in a module."""
         for name, parameter in module.named_parameters():
-            label = f"{type(module).__name__}.{name} (made in zero.Init; give its model to initialize() first)"
+            label = f"{type(module).__name__}.{name}{_MADE_HERE}"
             shard_early(parameter, label, self)
         for part in module.modules():
             self._waiting.pop(part, None)

@@ -101,6 +101,18 @@ def different_things(rank: int, world: int, *, stage: int) -> list[str]:
     return said
 
 
+def built_differently(rank: int, world: int) -> str:
+    """What is said where the last rank builds another layer inside `zero.Init`; nothing is mixed up after it."""
+
+    def build(width: int) -> None:
+        with zrun_runtime.zero.Init(config_dict_or_path=_config(3)):
+            nn.Sequential(nn.Linear(4, 8), nn.Linear(8, width))
+
+    said = _said(lambda: build(6 if rank == world - 1 else 5))
+    build(5)
+    return said
+
+
 def other_rates_at_a_step(rank: int, world: int, *, stage: int, option: str) -> tuple[str, str]:
     """A step after one that was alike, in which the last rank has another option of its optimizer group."""
     engine = _engine(Stack(), _config(stage))

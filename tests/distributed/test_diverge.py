@@ -27,6 +27,14 @@ def test_ranks_that_were_told_different_things(stage: int, size: int, world: Wor
     assert trains == ""
 
 
+def test_ranks_that_build_different_models_in_init(world: Worlds) -> None:
+    for said in world(2).run(diverge_uses.built_differently):
+        assert said.startswith(
+            "RanksDivergedError: zero.Init: the next parameter is Linear.weight (5x8 float32) on rank 0"
+        )
+        assert "(6x8 float32) on rank 1" in said
+
+
 @pytest.mark.parametrize("option", ("lr", "weight_decay"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_options_of_the_optimizer_that_differ_at_a_step(stage: int, option: str, world: Worlds) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zrun.console import figures
+import zrun.console.figures as figures
 from zrun.console.progress import Progress
 
 GAP = 2  # blanks between two cells

@@ -15,7 +15,8 @@ from rich.console import ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from zrun.console import cells, figures
+import zrun.console.cells as cells
+import zrun.console.figures as figures
 from zrun.console.fold import Line
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import zrun.console.cells as cells
+import zrun.console.figures as figures
 from zrun import events
-from zrun.console import cells, figures
 from zrun.console.fold import Folding, Line
 from zrun.console.lastwords import LastWords, Words
 from zrun.console.names import Names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from zrun.console import cells
+import zrun.console.cells as cells
 from zrun.console.fold import Line
 from zrun.console.narrator import FailureWords, Narrator
 from zrun.console.output import Output

@@ -123,4 +123,8 @@ class Ledger:
 
     def label(self, ticket: int) -> str:
         """What errors call it."""
-        return self._labels[ticket] if 0 <= ticket < len(self._labels) else f"an unknown operation ({ticket})"
+        return (
+            self._labels[ticket]
+            if 0 <= ticket < len(self._labels)
+            else f"an operation that this rank has not come to ({ticket})"
+        )

@@ -346,6 +346,42 @@ def edited(rank: int, world: int, *, job: Job, how: str) -> tuple[list[bool], st
     return kept, mark
 
 
+def set_by_hand(rank: int, world: int, *, job: Job, which: str) -> tuple[list[bool], float, str, str]:
+    """Set state, master weights and a gradient of a matrix, `which` of them (full, local); step, and train on.
+
+    (is what was set what is read?, the norm of the step, digests of masters and states)
+    """
+    zero = zrun_runtime.zero
+
+    def call(verb: str, what: str, *arguments: Any) -> Any:
+        return getattr(zero, f"safe_{verb}_{which}_{what}")(*arguments)
+
+    numbers, kept = torch.Generator().manual_seed(rank if which == "local" else 0), []
+    with device_apart(job.apart):
+        engine = make(job)
+        run_steps(engine, job, rank, range(2))
+        matrix = next(p for p in trained(engine.module).values() if p.dim() == 2)
+        for key, size in (("exp_avg", 1e-3), ("exp_avg_sq", 1e-5)):
+            value = size * torch.rand(call("get", "optimizer_state", matrix, key).shape, generator=numbers)
+            call("set", "optimizer_state", matrix, value, key)
+            kept.append(torch.equal(call("get", "optimizer_state", matrix, key), value))
+        weights = 0.02 * torch.randn(call("get", "fp32_param", matrix).shape, generator=numbers)
+        call("set", "fp32_param", matrix, weights)
+        run, scenario = EngineRun(engine), SCENARIOS[job.model]()
+        run.spot = Spot(2, rank, 0)
+        scenario.micro(run)
+        gradient = 0.1 * torch.randn(call("get", "grad", matrix).shape, generator=numbers)
+        call("set", "grad", matrix, gradient)
+        kept.append(torch.equal(call("get", "grad", matrix), gradient))
+        kept.append(torch.equal(call("get", "fp32_param", matrix), weights))
+        engine.step()
+        norm = float(engine.get_global_grad_norm())
+        run_steps(engine, job, rank, range(3, 4))
+        found = digest(masters(engine.module)), digest(states(engine.module))
+        engine.destroy()
+    return kept, norm, *found
+
+
 def saved_and_loaded(rank: int, world: int, *, job: Job, other: Job, directory: str) -> tuple[str, str]:
     """Save under one job, load under another, train both on: the digests of their weights."""
     marks = []

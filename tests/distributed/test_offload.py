@@ -289,6 +289,35 @@ def test_edits_of_weights_reach_their_masters(
         assert found == world(2).run(uses.edited, job=job.resident, how=how)
 
 
+@pytest.mark.parametrize(
+    ("stage", "tier", "param_tier", "apart", "which"),
+    [
+        (1, "cpu", "none", True, "full"),
+        (1, "nvme", "none", False, "local"),
+        (2, "cpu", "none", False, "full"),
+        (2, "nvme", "none", True, "local"),
+        (3, "cpu", "cpu", True, "local"),
+        (3, "nvme", "nvme", False, "full"),
+        (3, "none", "nvme", False, "local"),
+    ],
+)
+def test_what_is_set_is_what_is_used(
+    stage: int, tier: str, param_tier: str, apart: bool, which: str, world: Worlds, tmp_path: Path
+) -> None:
+    """State, master weights and gradients that scripts set, to the last digit, as without offload."""
+    job = Job(
+        stage=stage, optimizer_tier=tier, param_tier=param_tier, apart=apart, dtype="bf16",
+        path=str(tmp_path), zero={"sub_group_size": 512},
+    )  # fmt: skip
+    found = world(2).run(uses.set_by_hand, job=job, which=which)
+    assert all(kept == [True] * 4 for kept, *_ in found)
+    for (_, norm, *marks), (_, wanted, *others) in zip(
+        found, world(2).run(uses.set_by_hand, job=job.resident, which=which), strict=True
+    ):
+        assert norm == pytest.approx(wanted, rel=1e-2 if apart else 1e-12)
+        assert apart or marks == others  # gradients that travel to the host do so in their own dtype
+
+
 @pytest.mark.parametrize(("one", "other"), [(("nvme", "nvme"), ("none", "none")), (("cpu", "none"), ("nvme", "nvme"))])
 def test_checkpoints_do_not_know_of_tiers(
     one: tuple[str, str], other: tuple[str, str], world: Worlds, tmp_path: Path

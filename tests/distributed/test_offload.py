@@ -1,4 +1,4 @@
-"""State off the device trains the same, takes no device memory, and a disk that cannot hold it is told of before.
+"""State off the device trains the same and takes no device memory. What disks do is in test_offload_disks.py.
 
 By default each pair of (stage, tiers, accumulation, dtype, world, ...) occurs at least once; ZRUN_TEST_FULL=1 runs the
 whole product.
@@ -7,8 +7,6 @@ whole product.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,14 +17,14 @@ import torch
 
 import zrun_runtime
 from zrun_runtime.config import load_config
-from zrun_runtime.errors import OffloadError
 
 from . import offload_uses as uses
 from .compare import distance, flat
+from .disk_uses import trained_on_an_odd_disk
 from .offload_uses import Job
 from .pairwise import Row, cover
 from .training import digest
-from .worlds import World, rank_environment
+from .worlds import World
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +119,25 @@ def test_a_ratio_keeps_a_share_on_the_device(tier: str, world: Worlds, tmp_path:
     assert (0 < some < everything) if tier == "nvme" else some == everything == 0
 
 
+ODD_OPTIONS: list[dict[str, Any]] = [
+    *({"zero": {"sub_group_size": size}} for size in (0, 1, 65, 1e9)),
+    *({"zero": {"offload_optimizer": {"buffer_count": count}}} for count in (1, 2, 1000)),
+    *({"zero": {"offload_optimizer": {"buffer_size": size}}} for size in (1, 12_345, 10**12)),
+    *({"zero": {"offload_optimizer": {"ratio": ratio}}} for ratio in (0, 0.3)),
+    *({"zero": {"offload_optimizer": {f"pipeline_{verb}": True, "pin_memory": True}}} for verb in ("read", "write")),
+    *({"zero": {"offload_param": {"max_in_cpu": count}}} for count in (1, 3000, 1e9)),
+    {"zero": {"offload_param": {"buffer_count": 1, "buffer_size": 1, "pin_memory": True}}},
+    {"more": {"aio": {"block_size": 1, "queue_depth": 1}}},
+    {"more": {"aio": {"block_size": 1_048_577, "thread_count": 8, "queue_depth": 32, "single_submit": True}}},
+]
+
+
+@pytest.mark.parametrize("options", ODD_OPTIONS, ids=str)
+def test_no_option_changes_results(options: dict[str, Any], tmp_path: Path) -> None:
+    job = Job(stage=3, optimizer_tier="nvme", param_tier="nvme", dtype="bf16", path=str(tmp_path), steps=3, **options)
+    assert trained_on_an_odd_disk("", job) == trained_on_an_odd_disk("", job.resident)
+
+
 # ---- memory
 
 
@@ -147,124 +164,6 @@ def test_nvme_takes_no_more_of_the_host_than_its_buffers(world: Worlds, tmp_path
         gradients = 2 * held.parameters / 2  # this rank's slices, until the update
         assert held.host <= 1.1 * count * 12 * tile + 2 * MIB / 8
         assert held.host_most <= gradients + 1.1 * count * 12 * tile + MIB
-
-
-# ---- disks that cannot, jobs that die, jobs beside each other
-
-
-def test_a_path_that_cannot_be_used_is_told_before_training(world: Worlds, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for path, why in ((tmp_path / "nowhere", "does not exist"), (tmp_path / "file", "is not a directory")):
-        for key in ("optimizer_tier", "param_tier"):
-            job = Job(stage=3, path=str(path), **{key: "nvme"})
-            with pytest.raises(OffloadError, match=why):
-                uses.make(job)
-    with pytest.raises(OffloadError, match="cannot write into /proc"):
-        uses.make(Job(optimizer_tier="nvme", path="/proc"))
-
-
-@pytest.mark.parametrize("key", ("optimizer_tier", "param_tier"))
-def test_one_rank_without_its_disk_stops_all(key: str, world: Worlds, tmp_path: Path) -> None:
-    said = world(2).run(uses.refused, job=Job(stage=3, path=str(tmp_path), **{key: "nvme"}))
-    assert "another rank cannot use its disk" in said[0]
-    assert "nowhere does not exist" in said[1]
-
-
-def _python(code: str, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", code, *arguments],
-        env=rank_environment(0, 1, None),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_a_full_disk_is_told_before_training(tmp_path: Path) -> None:
-    """A file system of 1 MiB, in a mount namespace of its own."""
-    code = (
-        "import subprocess, sys; from tests.distributed.offload_uses import Job, make\n"
-        "subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', sys.argv[1]], check=True)\n"
-        "make(Job(optimizer_tier='nvme', dtype='bf16', path=sys.argv[1]))"
-    )
-    job = _python(code, str(tmp_path), before=("unshare", "--user", "--map-root-user", "--mount"))
-    said = job.communicate(timeout=120)[1]
-    assert job.returncode == 1
-    assert "zero_optimization.offload_optimizer.nvme_path: reserving" in said and "No space left on device" in said
-    assert "bytes are free" in said
-
-
-@pytest.mark.parametrize("tiers", (("nvme", "none"), ("none", "nvme")), ids="-".join)
-@pytest.mark.parametrize("how", ("few bytes a write", "slowly"))
-def test_an_odd_disk_changes_nothing(how: str, tiers: tuple[str, str], tmp_path: Path) -> None:
-    """Short writes go on where they ended; with several threads no request overtakes another of the same bytes."""
-    threads = {"aio": {"thread_count": 8, "queue_depth": 8}}
-    job = Job(
-        stage=3, optimizer_tier=tiers[0], param_tier=tiers[1], dtype="bf16", path=str(tmp_path), steps=3, more=threads
-    )
-    assert uses.trained_on_an_odd_disk(how, job) == uses.trained_on_an_odd_disk("", job.resident)
-
-
-@pytest.mark.parametrize("tiers", (("nvme", "none"), ("none", "nvme")), ids="-".join)
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("nothing is written", "nothing more is written"),
-        ("bad block on writing", "Input/output error"),
-        ("bad block on reading", "Input/output error"),
-        ("full", "No space left on device"),
-        ("read-only", "Read-only file system"),
-        ("deleted", "No such file or directory"),
-        ("truncated", "another program made it 4,096 of"),
-    ],
-)
-def test_a_disk_that_fails_in_a_step(how: str, why: str, tiers: tuple[str, str], tmp_path: Path) -> None:
-    """It is said where, training does not go on with what it has, and the last checkpoint is whole and the last."""
-    (tmp_path / "disk").mkdir()
-    job = Job(
-        stage=3, optimizer_tier=tiers[0], param_tier=tiers[1], dtype="bf16",
-        path=str(tmp_path / "disk"), zero={"sub_group_size": 512},
-    )  # fmt: skip
-    said, saved, loaded = uses.trained_on_a_failing_disk(how, job, str(tmp_path / "checkpoints"))
-    key = "offload_optimizer" if tiers[0] == "nvme" else "offload_param"
-    for text in said[:2]:
-        assert f"{key}.nvme_path" in text and str(tmp_path / "disk") in text and why in text
-        assert "start again, and load the last checkpoint" in text
-    assert said[2], "a checkpoint was saved from what is left"
-    assert saved == loaded
-
-
-@pytest.mark.parametrize("key", ("optimizer_tier", "param_tier"))
-def test_a_rank_without_room_stops_all(key: str, world: Worlds, tmp_path: Path) -> None:
-    """Of files above a page, which is the trial of the disk."""
-    job = Job(stage=3, path=str(tmp_path), **{key: "nvme"})
-    said = world(2).run(uses.refused_for_want_of_room, job=job, room=4096)
-    assert "another rank cannot use its disk" in said[0]
-    assert "reserving" in said[1] and "File too large" in said[1] and "ulimit -f" in said[1]
-
-
-def test_a_killed_job_is_swept_and_a_live_one_is_not(tmp_path: Path) -> None:
-    code = "import sys; from tests.distributed.offload_uses import endless; endless(sys.argv[1])"
-    jobs = [_python(code, str(tmp_path)) for _ in range(2)]
-    try:
-        for job in jobs:
-            assert job.stdout is not None and job.stdout.readline() == "training\n"
-        mine = {job.pid: next(tmp_path.glob(f"zrun-offload.*.{job.pid}-*")) for job in jobs}
-        assert {oct(path.stat().st_mode & 0o777) for path in mine.values()} == {"0o700"}
-        assert {oct(file.stat().st_mode & 0o777) for path in mine.values() for file in path.iterdir()} == {"0o600"}
-        jobs[0].kill()
-        jobs[0].wait()
-        assert mine[jobs[0].pid].exists()
-        engine = uses.make(Job(optimizer_tier="nvme", path=str(tmp_path)))
-        assert not mine[jobs[0].pid].exists(), "the files of the job that was killed are still there"
-        assert mine[jobs[1].pid].exists(), "the files of a job that lives were taken from it"
-        engine.destroy()
-        assert list(tmp_path.iterdir()) == [mine[jobs[1].pid]]
-        assert jobs[1].poll() is None
-    finally:
-        for job in jobs:
-            job.kill()
-            job.communicate()
 
 
 # ---- what scripts write, what is saved

@@ -38,10 +38,10 @@ class Scratch:
         Raises:
             OffloadError: there is no such directory, or nothing can be written into it.
         """
-        place = Path(parent)
+        place = Path(parent).expanduser().absolute()  # a script may change its directory later
         if not place.is_dir():
             what = "is not a directory" if place.exists() else "does not exist"
-            raise OffloadError(f"{key}: {parent} {what}", "create it on the disk that is meant, or correct the path")
+            raise OffloadError(f"{key}: {place} {what}", "create it on the disk that is meant, or correct the path")
         sweep(place)
         host = _host()
         name = f"zrun-offload.{host}.{os.getpid()}-{_start_of(os.getpid())}.{uuid.uuid4().hex[:8]}"

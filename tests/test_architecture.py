@@ -150,6 +150,10 @@ SIDEWAYS: dict[tuple[str, str], str] = {}
 
 # (module, beginning of what it imports inside a function) -> why not at the top.
 LATE_IMPORTS = {
+    (
+        "zrun.environment",
+        "importlib.metadata",
+    ): "start-up time; only --as_deepspeed and the commands of its name need it",
     ("zrun.hosts", "zrun.yamlhosts"): "only a YAML hostfile pays for loading a YAML library",
     ("zrun.settings", "zrun.yamltext"): "only a profile pays for loading a YAML library",
     ("zrun.agent", "zrun.probe"): "a job does not wait for what only questions before it need",

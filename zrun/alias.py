@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib import metadata
 
 from zrun.cli import main
+from zrun.environment import installed_deepspeed
 
 
 def deepspeed() -> None:
@@ -30,11 +30,7 @@ def ds_report() -> None:
 
 def _is_theirs() -> bool:
     """DeepSpeed is installed, and not hidden by zrun's package of that name."""
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return False
-    if "zrun" in version:
-        return False
-    print(f"zrun: DeepSpeed {version} is installed and runs; for zrun type `zrun --as_deepspeed`", file=sys.stderr)
-    return True
+    version = installed_deepspeed()
+    if version:
+        print(f"zrun: DeepSpeed {version} is installed and runs; for zrun type `zrun --as_deepspeed`", file=sys.stderr)
+    return bool(version)

@@ -116,6 +116,17 @@ def worker_environment(spec: JobSpec, local_rank: int, base: Mapping[str, str], 
     return environment
 
 
+def installed_deepspeed() -> str:
+    """The version of the DeepSpeed that is installed here; empty if there is none but zrun's."""
+    from importlib import metadata  # here, for start-up time: few jobs need it
+
+    try:
+        version = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return ""
+    return "" if "zrun" in version else version
+
+
 def facade_folder() -> str:
     """The folder on whose account `import deepspeed` means zrun.
 

@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zrun.devices import Gpus, choose, choose_kind, find_gpus
-from zrun.environment import RESERVED, check_spelling, looks_secret, parse_env_file, read_assignment, travelling
+from zrun.environment import (
+    RESERVED,
+    check_spelling,
+    installed_deepspeed,
+    looks_secret,
+    parse_env_file,
+    read_assignment,
+    travelling,
+)
 from zrun.errors import UsageError
 from zrun.filters import Limits, limit_hosts
 from zrun.hostfile import Host
@@ -73,6 +81,8 @@ def prepare(config: LaunchConfig, environ: Mapping[str, str], cwd: str, hosts: S
     if config.master_addr and all(places.here) and not config.no_ssh and not config.no_preflight:
         refuse_master_elsewhere(config.master_addr)
     environment = {**_network_interfaces(config, merged, any(places.here)), **environment}
+    if config.as_deepspeed and (version := installed_deepspeed()):
+        remarks.append(("info", f"`deepspeed` is zrun's in this job; the installed DeepSpeed {version} is not used"))
     ranks = assign_ranks(places.hosts)
     # Of another machine the port is looked at there; the one claimed here then only has a number.
     number = config.master_port or (_PORT_WITHOUT_SSH if config.no_ssh else None)

@@ -29,6 +29,21 @@ print("sum", int(t.item()), flush=True)
 d.destroy_process_group()
 """
 
+# What a reader of guides writes: transformers' Trainer with a DeepSpeed config, started on two hosts.
+TRAINER = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(0)
+shape = dict(vocab_size=31, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(31, (32, 8))]
+trainer = Trainer(GPT2LMHeadModel(GPT2Config(**shape)), arguments, train_dataset=rows)
+loss = trainer.train().training_loss
+stage = trainer.model_wrapped.zero_optimization_stage()
+print(f"rank {arguments.process_index} of {arguments.world_size} at stage {stage}: {loss:.6f}", flush=True)
+"""
+
 # How long it takes to connect to an SSH server.
 PING = """
 import socket, sys, time
@@ -54,6 +69,20 @@ def shown(run: Run) -> list[dict]:
     """What each rank showed, in order of ranks."""
     found = [json.loads(line.partition("] ")[2]) for line in run.out.splitlines() if "] {" in line]
     return sorted(found, key=lambda entry: int(entry["RANK"]))
+
+
+def test_a_trainer_with_a_deepspeed_config_over_two_hosts(lab, tmp_path):
+    """The line of guides: `deepspeed --hostfile=hosts --num_nodes=2 --num_gpus=1 train.py --deepspeed ds.json`."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps({**batch, "zero_optimization": zero}))
+    options = ("--as_deepspeed", "--num_nodes=2", "--num_gpus=1")
+    words = "--deepspeed ds.json --output_dir trained --max_steps 3 --per_device_train_batch_size 4 --report_to none"
+    quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    run = run_job(lab, tmp_path, TRAINER, *options, args=words.split(), environ=quiet, timeout=120.0)
+    found = sorted(line.partition("] rank ")[2] for line in run.out.splitlines() if "] rank " in line)
+    assert [line.partition(":")[0] for line in found] == ["0 of 2 at stage 3", "1 of 2 at stage 3"]
+    assert 0.5 < float(found[0].partition(": ")[2]) < 4.0
 
 
 def test_every_host_gets_the_same_words_and_variables(lab, tmp_path):

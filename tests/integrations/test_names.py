@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -250,10 +251,7 @@ print(subprocess.check_output([sys.executable, "-c", "import deepspeed; print(de
 @pytest.mark.parametrize("installed", ("before", "after"))
 def test_where_deepspeed_itself_is_there(tmp_path: Path, installed: str) -> None:
     """It is left alone unless zrun is asked for, which is said; and never exchanged under a running program."""
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.0'\n")
-    (tmp_path / "deepspeed-0.18.0.dist-info").mkdir()
-    (tmp_path / "deepspeed-0.18.0.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.18.0\n")
+    _install_theirs(tmp_path)
     code = f"""
 import sys
 from zrun_runtime.integrations import deepspeed as facade
@@ -276,6 +274,60 @@ print(deepspeed.__version__)
         assert "imported already" in said and said.endswith("0.18.0\n")
     else:
         assert "DeepSpeed 0.18.0 is not used" in said and said.endswith("+zrun\n")
+
+
+def _install_theirs(site: Path) -> None:
+    """A distribution named deepspeed, with what its commands call."""
+    (site / "deepspeed" / "launcher").mkdir(parents=True)
+    (site / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.0'\n")
+    (site / "deepspeed" / "env_report.py").write_text("def cli_main():\n    print('their report')\n")
+    (site / "deepspeed" / "launcher" / "__init__.py").touch()
+    main = "import sys\ndef main(args=None):\n    print('their launcher', *sys.argv[1:])\n"
+    (site / "deepspeed" / "launcher" / "runner.py").write_text(main)
+    (site / "deepspeed-0.18.0.dist-info").mkdir()
+    (site / "deepspeed-0.18.0.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.18.0\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs"), (("deepspeed", "their launcher --num_gpus 1 x.py"), ("ds_report", "their report"))
+)
+def test_commands_are_theirs_where_deepspeed_is_installed(tmp_path: Path, command: str, theirs: str) -> None:
+    _install_theirs(tmp_path)
+    code = f"import sys; from zrun.alias import {command}; sys.argv[0] = {command!r}; {command}()"
+    done = _without_facade(tmp_path, "-c", code, *(["--num_gpus", "1", "x.py"] if command == "deepspeed" else []))
+    assert done.stdout == f"{theirs}\n"
+    assert "DeepSpeed 0.18.0 is installed and runs; for zrun type `zrun --as_deepspeed`" in done.stderr
+
+
+def test_a_job_that_asks_for_zrun_gets_it_and_hears_of_the_other(tmp_path: Path) -> None:
+    _install_theirs(tmp_path)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "script.py").write_text("import deepspeed; print(deepspeed.__version__)")
+    words = ("-m", "zrun", "--plain", "--num_gpus", "1", "--backend", "gloo")
+    said = _without_facade(tmp_path, *words, "--as_deepspeed", "job/script.py").stdout
+    assert "the installed DeepSpeed 0.18.0 is not used" in said and "+zrun" in said
+    said = _without_facade(tmp_path, *words, "job/script.py").stdout
+    assert "0.18.0" in said and "+zrun" not in said and "not used" not in said
+
+
+def test_the_report_is_the_doctors() -> None:
+    code = "import sys; from zrun.alias import ds_report; sys.argv[:] = ['ds_report', '--json']; ds_report()"
+    done = _without_facade(ROOT, "-c", code)
+    assert json.loads(done.stdout)["hosts"]
+
+
+def _without_facade(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(site), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=site,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_the_page_has_the_tables_of_today() -> None:

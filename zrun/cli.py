@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -239,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the `zrun` command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child can be waited for
     _fill_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text, or none of this locale
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _dispatch(words)

@@ -291,6 +291,12 @@ def test_wrong_usage_is_exit_2_with_the_reason(tmp_path, arguments, words):
         assert all(word in said for word in words), said
 
 
+def test_names_that_are_no_text(tmp_path):
+    with command(tmp_path, "--show_settings", "--log_dir", "\udcff", environ={"PYTHONIOENCODING": "utf-8"}) as run:
+        assert run.wait() == 0
+        assert run.err == "" and "\\udcff" in run.out
+
+
 def test_text_that_no_process_can_be_given(tmp_path):
     (tmp_path / "profile.yaml").write_text('env: {A: "\\ud800"}\n')
     with job(tmp_path, "print('began')", "--profile", "profile.yaml", *CPU) as run:

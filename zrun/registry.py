@@ -95,9 +95,11 @@ def sweep(place: str) -> None:
 
 def _read(place: str) -> list[tuple[str, Entry | None]]:
     found: list[tuple[str, Entry | None]] = []
-    if not _is_ours(place):
+    try:
+        names = os.listdir(place) if _is_ours(place) else []
+    except OSError:  # the last job has just taken it away, or nobody may read it
         return found
-    for name in os.listdir(place):
+    for name in names:
         if name.endswith(_SUFFIX):
             path = os.path.join(place, name)
             try:

@@ -51,3 +51,16 @@ def test_a_directory_of_somebody_else_is_not_believed(tmp_path):
     os.symlink(real, tmp_path / "link")
     with registered(str(tmp_path / "link"), "abc", 1, ("a",), "x"):
         assert list(real.iterdir()) == []
+
+
+def test_a_directory_that_goes_away_meanwhile_lists_nothing(tmp_path, monkeypatch):
+    place = tmp_path / "zrun"
+    place.mkdir(0o700)
+
+    def gone(path):
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr("os.listdir", gone)
+    assert running(str(place)) == []
+    with registered(str(place), "id", 1, ("a",), "x.py"):
+        pass

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zrun_runtime.checkpoint.errors import CheckpointError, raise_troubles
 from zrun_runtime.checkpoint.export import write_whole
 from zrun_runtime.checkpoint.load import Loader
@@ -15,6 +17,7 @@ from zrun_runtime.collectives.rendezvous import Rendezvous
 from zrun_runtime.data import ResumableLoader
 from zrun_runtime.engine_state import EngineState
 from zrun_runtime.errors import EngineError
+from zrun_runtime.hook import in_backward
 from zrun_runtime.precision import LossScaler
 from zrun_runtime.progress import Progress
 
@@ -67,8 +70,11 @@ class EngineCheckpoint(EngineState):
         trouble = self._unfinished_window()
         tag = f"global_step{self.global_steps}" if tag is None else tag
         state = client_state if client_state is not None else {}
-        request = Request(_directory(save_dir, "save_checkpoint"), tag, state, save_latest, exclude_frozen_parameters)
-        self._saver.save(request, trouble)
+        # It may be written while the program goes on, and elsewhere than now.
+        directory = _directory(save_dir, "save_checkpoint").absolute()
+        request = Request(directory, tag, state, save_latest, exclude_frozen_parameters)
+        with torch.inference_mode(False):
+            self._saver.save(request, trouble)
         return True
 
     def load_checkpoint(
@@ -107,7 +113,11 @@ class EngineCheckpoint(EngineState):
             )
         wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         self._saver.wait()
-        path, state = self._loader.load(_directory(load_dir, "load_checkpoint"), tag, wanted, fallback)
+        directory = _directory(load_dir, "load_checkpoint")
+        if in_backward():
+            raise EngineError("load_checkpoint: a backward is running", "load between steps, not in a hook")
+        with torch.inference_mode(False):  # what is made inside that mode cannot be trained on after it
+            path, state = self._loader.load(directory, tag, wanted, fallback)
         return path, None if path is None and self.none_if_nothing_loaded else state
 
     def save_16bit_model(
@@ -151,6 +161,11 @@ class EngineCheckpoint(EngineState):
 
     def _unfinished_window(self) -> EngineError | None:
         """What is wrong with saving now: gradients that no update has used yet would be lost."""
+        if in_backward():
+            return EngineError(
+                "save_checkpoint: a backward is running: its gradients would be lost",
+                "save after step(), not in a hook",
+            )
         window, steps = self.window, self.settings.accumulation_steps
         if window.done:
             left = steps - window.done
@@ -168,11 +183,11 @@ class EngineCheckpoint(EngineState):
 
 
 def _directory(given: Any, what: str) -> Path:
-    """A directory that was given by name.
+    """A directory that was given by name; `~` at its beginning is the user's own.
 
     Raises:
         EngineError: it is no name, on every rank that was given none.
     """
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise EngineError(f"{what}: {given!r} is no directory", "give the name of one, the same on every rank")
-    return Path(given)
+    return Path(os.path.expanduser(given))

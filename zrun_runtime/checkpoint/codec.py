@@ -52,7 +52,8 @@ class _Encoder:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {_MARK: "float", "v": repr(float(value))}
         if isinstance(value, str):
-            return str.__str__(value)
+            text = str.__str__(value)
+            return text if _is_unicode(text) else {_MARK: "text", "v": text.encode("utf-8", "surrogatepass").hex()}
         return self._container(value, where, (*above, id(value)))
 
     def _container(self, value: Any, where: str, above: tuple[int, ...]) -> Any:
@@ -75,7 +76,7 @@ class _Encoder:
         return [self.encode(item, f"{where}[{index}]", above) for index, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], where: str, above: tuple[int, ...]) -> Any:
-        plain = all(isinstance(key, str) for key in value) and _MARK not in value
+        plain = all(isinstance(key, str) and _is_unicode(key) for key in value) and _MARK not in value
         if plain and type(value) is not OrderedDict:
             return {str.__str__(k): self.encode(v, f"{where}[{k!r}]", above) for k, v in value.items()}
         pairs = [
@@ -99,7 +100,7 @@ class _Encoder:
         if isinstance(value, torch.device):
             return {_MARK: "device", "v": str(value)}
         if isinstance(value, PurePath):
-            return {_MARK: "path", "v": str(value)}
+            return {_MARK: "path", "v": self.encode(str(value), where, ())}
         if isinstance(value, complex):
             return {_MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
         raise CheckpointError(
@@ -123,6 +124,14 @@ class _Encoder:
             raise CheckpointError(f"{where}: a {kind} cannot be stored in a checkpoint", "store a dense plain tensor")
         self.tensors[where] = tensor.detach()
         return where
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can hold it: names of files that are not in the system's encoding have parts that it cannot."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -167,6 +176,8 @@ def _decode_marked(value: dict[str, Any], fetch: Callable[[str], Tensor]) -> Any
     if kind == "scalar":
         number = float(value["v"]) if isinstance(value["v"], str) else value["v"]
         return torch.tensor(number, dtype=_dtype(value["dtype"]))
+    if kind == "path":
+        return Path(decode(value["v"], fetch))
     if kind == "tensor":
         return fetch(value["name"]).requires_grad_(bool(value["grad"]))
     if kind == "bytes":
@@ -186,9 +197,9 @@ def _dtype(name: str) -> torch.dtype:
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "float": float,
+    "text": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "size": torch.Size,
     "dtype": _dtype,
     "device": torch.device,
-    "path": Path,
     "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
 }

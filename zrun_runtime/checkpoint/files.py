@@ -28,7 +28,7 @@ from zrun_runtime.checkpoint.manifest import MANIFEST
 LATEST = "latest"
 _LARGEST_MANIFEST = 2**28  # bytes: a hundred times that of a model of 10,000 parameters
 _LARGEST_LATEST = 4096
-_TAG = re.compile(r"[A-Za-z0-9_][^/\\\x00-\x1f\x7f]{0,199}")
+_TAG = re.compile(r"[A-Za-z0-9_][^/\\\x00-\x1f\x7f\ud800-\udfff]{0,199}")
 _OUR_FILES = re.compile(r"(model|optimizer)-\d{5,}-of-\d{5,}(\.[0-9a-f]+)?\.safetensors")
 _PARTIAL = re.compile(r"\..*\.partial")
 _LOCK = ".writing"

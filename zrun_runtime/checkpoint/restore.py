@@ -72,6 +72,7 @@ class Restorer:
             CheckpointError: names, shapes, or the kind of optimizer differ.
         """
         self._check_names()
+        self._check_schedule()
         self._decode()
         optimizer = optimizer_of(self.trainer)
         saved = self.state.get("optimizer")
@@ -82,6 +83,15 @@ class Restorer:
                     f"{self.reader.where}: the optimizer's state is that of {saved}, and this engine trains with {now}",
                     "train with the same optimizer, or pass load_optimizer_states=False",
                 )
+
+    def _check_schedule(self) -> None:
+        scheduler, saved = self.trainer.lr_scheduler, self.state.get("scheduler")
+        wanted = self.wanted.scheduler and not self.wanted.only_module and hasattr(scheduler, "load_state_dict")
+        if wanted and self.state.get("scheduler_state") is not None and saved not in (None, type(scheduler).__name__):
+            raise CheckpointError(
+                f"{self.reader.where}: the schedule was a {saved}, and this engine has a {type(scheduler).__name__}",
+                "use the same schedule, or pass load_lr_scheduler_states=False",
+            )
 
     def _decode(self) -> None:
         """Read what is plain data, so that nothing in it is found out half-way."""
@@ -106,9 +116,11 @@ class Restorer:
         }
         wrong = [n for n, s in shapes.items() if (h := self.index.find(n)) is not None and h.shape != s]
         wrong += [n for n, s in buffers.items() if n in kept and kept[n] != s]
-        found = {"of another shape": wrong} | (found if self.wanted.strict else {})
-        if any(found.values()):
-            text = "; ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
+        text = "; ".join(f"{what}: {_some(names)}" for what, names in found.items() if names)
+        if text and not wrong and not self.wanted.strict:
+            self._say(f"load_module_strict is off, so these stay as they are: {text}")
+        elif text or wrong:
+            text = "; ".join(filter(None, (f"of another shape: {_some(wrong)}" if wrong else "", text)))
             hint = "load into the same model" + ("" if wrong else ", or pass load_module_strict=False")
             raise CheckpointError(f"{self.reader.where}: does not fit the model: {text}", hint)
 
@@ -191,19 +203,16 @@ class Restorer:
                 runs += self.index.runs(held, kind, part.param_offset, last, part.shard_offset)
             else:
                 whole = torch.empty_strided(view.shape, view.stride(), dtype=target.dtype)
-                whole.copy_(self._read_whole(held, kind))
+                whole.copy_(read_whole(self.reader, held, kind))
                 flat_values = whole.as_strided((whole.numel(),), (1,))
                 target[part.shard_offset :][: part.numel].copy_(flat_values[part.param_offset : last])
         self.reader.fill(target, runs)
-
-    def _read_whole(self, held: Held, kind: str = WEIGHTS) -> Tensor:
-        return read_whole(self.reader, held, kind)
 
     def _read_whole_into(self, target: Tensor, held: Held) -> None:
         if target.is_contiguous() and held.strides is None and target.numel():
             self.reader.fill(target.view(-1), self.index.runs(held, WEIGHTS, 0, target.numel(), 0))
         else:
-            target.copy_(self._read_whole(held))
+            target.copy_(read_whole(self.reader, held))
 
     def _own(self, what: str, name: str) -> StoredTensor | None:
         """What was this rank's own; where it had the same as its leader, or ranks are others now, the leader's."""
@@ -271,6 +280,15 @@ class Restorer:
                 f"{len(saved)} optimizer groups were saved, here are {len(optimizer.param_groups)}: their options stay"
             )
             return
+        numbers = {p.name: group.optimizer_group for group in self.manifest.groups for p in group.parameters}
+        moved = [
+            name
+            for flat in self.trainer.zero.groups
+            for name in map(canonical, flat.spec.names)
+            if None not in (flat.spec.optimizer_group, numbers.get(name)) and numbers[name] != flat.spec.optimizer_group
+        ]
+        if moved:
+            self._say(f"were in another optimizer group, whose options go by number: {_some(moved)}")
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             for key, value in options.items():
                 if key in HOW_IT_COMPUTES:
@@ -287,12 +305,6 @@ class Restorer:
         if saved is None:
             self._say("no learning rate schedule was saved: this engine's begins anew")
             return
-        if self.state["scheduler"] not in (None, type(scheduler).__name__):
-            raise CheckpointError(
-                f"{self.reader.where}: the schedule was a {self.state['scheduler']}, and this engine has a "
-                f"{type(scheduler).__name__}",
-                "use the same schedule, or pass load_lr_scheduler_states=False",
-            )
         scheduler.load_state_dict(saved)
 
     def _say(self, text: str) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_runtime.errors import DistributedError
+from zrun_runtime.telemetry import notice
 from zrun_runtime.uncaught import show_short
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -28,7 +29,8 @@ _SOONER = 0.9  # the control group's time-out, of the training group's
 _HOW_TO_START = "start the script with zrun or torchrun"
 # The names under which each launcher tells the same four facts, in the order in which they are looked for.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+# Of Slurm that of the step: SLURM_NTASKS is set wherever an allocation is, in a shell too, whose tasks are not ranks.
+_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
@@ -86,13 +88,14 @@ def init_distributed(
 def _init_process_group(
     dist_backend: str | None, port: int, timeout: timedelta, init_method: str | None, rank: int, world_size: int
 ) -> None:
+    numbered = rank >= 0 or any(name in os.environ for name in _RANK)
     rank = rank if rank >= 0 else _number(_RANK, 0)
     world_size = world_size if world_size > 0 else _number(_WORLD_SIZE, 1)
+    if world_size > 1 and not numbered:
+        raise DistributedError(f"WORLD_SIZE={world_size}, but RANK is not set", _HOW_TO_START)
     if not 0 <= rank < world_size:
-        raise DistributedError(
-            f"RANK={rank} does not fit WORLD_SIZE={world_size}", "start the script with zrun or torchrun"
-        )
-    backend = dist_backend or os.environ.get("ZRUN_BACKEND") or ("nccl" if wants_cuda() else "gloo")
+        raise DistributedError(f"RANK={rank} does not fit WORLD_SIZE={world_size}", _HOW_TO_START)
+    backend = _backend(dist_backend, rank)
     atexit.register(_destroy)  # torch may abort a process that ends with its group alive
     if world_size == 1 and init_method is None and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -148,6 +151,25 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return DEFAULT_TIMEOUT if timeout is None else timeout
+
+
+def _backend(asked: str | None, rank: int) -> str:
+    """The backend to use. Scripts that name NCCL run without a GPU too, over gloo, which is told.
+
+    Raises:
+        DistributedError: there is no such backend.
+    """
+    if asked is None:
+        return os.environ.get("ZRUN_BACKEND") or ("nccl" if wants_cuda() else "gloo")
+    names = [part.rpartition(":")[2] for part in asked.split(",")]
+    if "nccl" in names and not wants_cuda():
+        if rank == 0:
+            notice("info", f"init_distributed: {asked} needs a GPU, and none is used: the backend is gloo")
+        return "gloo"
+    for name in names:
+        if not dist.is_backend_available(name):
+            raise DistributedError(f"init_distributed: there is no backend {name} here", "use gloo, or nccl with a GPU")
+    return asked
 
 
 def first_world_size() -> int | None:

@@ -126,6 +126,8 @@ class EngineState(AccumulationControl):
         self.parking.park(include, pin_memory)
 
     def _needs_states(self, name: str) -> None:
+        if self.zero.removed:
+            raise EngineError(f"{name}: this engine was destroyed", "give its model to initialize() again")
         if self.parking.occupied:
             raise EngineError(
                 f"{name}: state was moved to the host by offload_states()", "call reload_states() before it"

@@ -117,6 +117,9 @@ def refusals(rank: int, world: int, *, stage: int) -> dict[str, str]:
         one.backward(loss_of(one, spot))
         one.step()
         said[f"trains {one.settings.precision}"] = str(digest(gathered(one.module)) != before)
+    loss = loss_of(engine, spot)
+    engine.destroy()
+    said["gone"] = _said(lambda: engine.backward(loss)) + _said(engine.step)
     return said
 
 

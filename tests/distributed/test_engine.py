@@ -44,6 +44,7 @@ def test_misuse_is_told_and_does_no_harm(stage: int, world: Worlds) -> None:
         assert "managed_gradient_accumulation" in said["boundary"] and "managed" in said["coalesce"]
         assert "not a multiple of 4 (micro batch) x 2 (ranks)" in said["batch"]
         assert said["trains fp32"] == said["trains fp16"] == "True"
+        assert "backward: this engine was destroyed" in said["gone"] and "step: this engine" in said["gone"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

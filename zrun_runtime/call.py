@@ -59,7 +59,8 @@ def listed_parameters(given: Iterable[Any] | None, model: nn.Module) -> list[Any
     """
     if given is None:
         return None
-    found = [given] if isinstance(given, (Tensor, dict)) else list(given)
+    one = isinstance(given, (Tensor, dict)) or not isinstance(given, Iterable)  # the latter: such as model.parameters
+    found = [given] if one else list(given)
     if not found and any(parameter.requires_grad for parameter in model.parameters()):
         hint = "a generator gives its parameters once: make a list of it, or leave model_parameters out"
         raise ConfigError("initialize: model_parameters holds no parameter", hint)

@@ -102,7 +102,7 @@ def test_parameters_in_every_form_are_listed() -> None:
     list(used_up)
     with pytest.raises(ConfigError, match="holds no parameter\n  -> a generator gives"):
         listed_parameters(used_up, model)
-    for wrong in (["weight"], [{"params": ["weight"]}], [3], model.state_dict()):
+    for wrong in (["weight"], [{"params": ["weight"]}], [3], model.state_dict(), model.parameters, 3):
         with pytest.raises(ConfigError, match="of type"):
             listed_parameters(wrong, model)
     assert listed_parameters([], nn.Identity()) == []

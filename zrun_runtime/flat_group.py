@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zrun_runtime.collectives import Collectives, Pending
 from zrun_runtime.errors import DistributedError
@@ -127,6 +128,8 @@ class FlatGroup(ScriptsWrite):
 
     # ---- parameters: SHARDED <-> UNSHARDED
 
+    # Inside torch.func's transforms tensors are wrapped, and have no memory that could be sent or resized.
+    @temporarily_clear_interpreter_stack()
     def start_unshard(self) -> None:
         """Begin to gather the values; nothing if they are here or on their way."""
         if self.residence is Residence.SHARDED:
@@ -145,6 +148,7 @@ class FlatGroup(ScriptsWrite):
 
         return Pending(complete)
 
+    @temporarily_clear_interpreter_stack()
     def unshard(self) -> None:
         """Make the parameters readable.
 
@@ -166,6 +170,7 @@ class FlatGroup(ScriptsWrite):
             self._renew_storage()
             raise
 
+    @temporarily_clear_interpreter_stack()
     def reshard(self, leave_aliases: bool = False) -> None:
         """Free the full values. What was written into them since `unshard` is lost; see `store`.
 

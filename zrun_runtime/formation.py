@@ -95,10 +95,21 @@ class Formation:
         return any(grads.buffer is not None or grads.reduced is not None for grads in self.zero.reducer.order)
 
     def _newcomers(self) -> dict[int, tuple[nn.Parameter, int]]:
-        """By id: parameters that were added to the optimizer after initialize, and the numbers of their groups."""
-        known = {id(group.master) for group in self.updater.groups}
-        groups = enumerate(self.updater.optimizer.param_groups)
-        return {id(p): (p, number) for number, options in groups for p in options["params"] if id(p) not in known}
+        """By id: parameters that were added to the optimizer after initialize, and the numbers of their groups.
+
+        Raises:
+            ParameterError: what was there is no more, or in another group.
+        """
+        listed = [{id(p): p for p in options["params"]} for options in self.updater.optimizer.param_groups]
+        for group in self.updater.groups:
+            number = group.spec.optimizer_group
+            if number is None or number >= len(listed) or listed[number].pop(id(group.master), None) is None:
+                raise ParameterError(
+                    f"{group.spec.names[0]}: it was taken out of optimizer.param_groups[{number}], by which it is "
+                    "trained",
+                    "requires_grad_(False) ends the training of a parameter; change options of a group in their place",
+                )
+        return {key: (p, number) for number, members in enumerate(listed) for key, p in members.items()}
 
     def _hear_of_newcomers(self) -> None:
         names = {id(p): name for name, p in self.zero.model.named_parameters()}

@@ -16,10 +16,12 @@ def in_backward() -> bool:
 
 
 def gives_gradients(leaves: Iterable[Tensor]) -> bool:
-    """The backward under way will accumulate into one of these leaves; `torch.autograd.grad` does not.
+    """The backward under way will accumulate into one of these leaves; `torch.autograd.grad` and torch.func do not.
 
     What a reentrant checkpoint hides in a backward of its own is not seen.
     """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # inside torch.func.grad, where leaves have no node to ask
     for leaf in leaves:
         if not leaf.requires_grad:
             continue

@@ -127,6 +127,31 @@ def by_hand(rank: int, world: int, *, stage: int, recipe: Recipe) -> Found:
     return far(named, alone)
 
 
+def _swap_groups(groups: list[Any]) -> None:
+    groups[0], groups[1] = groups[1], groups[0]
+
+
+REGROUPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "a group popped": lambda groups: groups.pop(),
+    "all groups cleared": lambda groups: groups.clear(),
+    "a list shortened": lambda groups: groups[1].update(params=[]),
+    "groups exchanged": _swap_groups,
+}
+
+
+def regrouped(rank: int, world: int, *, stage: int) -> dict[str, str]:
+    """What is said of parameters that a script takes out of the optimizer's groups, where torch leaves them untrained,
+    or moves to other groups."""
+    texts = {}
+    for kind, change in REGROUPINGS.items():
+        model = Stack()
+        groups = [{"params": list(model.stem.parameters()), "lr": 0.1}, {"params": list(model.blocks.parameters())}]
+        engine = engine_over(model, stage, Recipe(), sgd(groups))
+        change(engine.optimizer.param_groups)
+        texts[kind] = said(lambda engine=engine: engine(features(rank, 0)))  # type: ignore[misc]
+    return texts
+
+
 class Adapter(nn.Module):
     """A low-rank addition to a linear layer, which takes its place."""
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from zrun_runtime.zero import GatheredParameters
 
+from .compare import distance
 from .scenario import Block, Recipe, Stack
 from .semantics_alone import Alone, engine_over, far, features, said, sgd
 
@@ -160,6 +162,38 @@ def saliency(rank: int, world: int, *, stage: int, recipe: Recipe) -> tuple[Foun
                 (loss / world / recipe.accumulation).backward()
         alone.step()
     return far(_named(engine), alone), reductions, right
+
+
+# ---- torch.func
+
+
+def transforms(rank: int, world: int, *, stage: int, recipe: Recipe) -> Found:
+    """A jvp and a Jacobian through the model as it is, then steps with the mean gradient of samples (vmap of grad)."""
+    engine, alone = pair(recipe, stage)
+    x = features(3, 3, recipe.dtype)
+
+    def answers(model: Any) -> list[Tensor]:
+        return [jvp(model, (x,), (torch.ones_like(x),))[1].float(), jacrev(model)(x).float()]
+
+    found = {f"{i}": distance(*both) for i, both in enumerate(zip(answers(engine), answers(alone.model), strict=True))}
+
+    def per_sample(model: Any, batch: Tensor) -> dict[str, Tensor]:
+        values = {name: p.detach() for name, p in model.named_parameters()}
+        loss = lambda values, one: functional_call(model, values, (one[None],)).float().square().mean()  # noqa: E731
+        return {name: g.mean(0) for name, g in vmap(grad(loss), in_dims=(None, 0))(values, batch).items()}
+
+    for step in range(2):
+        with GatheredParameters(list(engine.module.parameters())):
+            mine = per_sample(engine.module, features(rank, step, recipe.dtype))
+        for name, parameter in engine.module.named_parameters():
+            parameter.grad = mine[name]
+        engine.step()
+        for other in range(world):
+            for name, value in per_sample(alone.model, features(other, step, recipe.dtype)).items():
+                before = alone.named[name].grad
+                alone.named[name].grad = value / world + (0 if before is None else before)
+        alone.step()
+    return found | far(_named(engine), alone)
 
 
 # ---- gradients dropped

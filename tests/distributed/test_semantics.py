@@ -121,6 +121,12 @@ def test_autograd_grad_reduces_nothing_and_disturbs_nothing(
 
 
 @pytest.mark.parametrize(("stage", "dtype", "size"), SOME)
+def test_function_transforms_go_through_the_model(stage: int, dtype: str, size: int, world: Worlds) -> None:
+    for found in world(size).run(semantics_gradients.transforms, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
+        assert near(found, dtype), found
+
+
+@pytest.mark.parametrize(("stage", "dtype", "size"), SOME)
 def test_dropped_gradients_are_gone(stage: int, dtype: str, size: int, world: Worlds) -> None:
     for found in world(size).run(semantics_gradients.dropped, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
         assert near(found, dtype), found
@@ -154,6 +160,14 @@ def test_what_is_frozen_is_left_out_and_comes_back(stage: int, dtype: str, size:
 def test_training_goes_on_as_alone(case: Callable[..., Any], stage: int, dtype: str, size: int, world: Worlds) -> None:
     for found in world(size).run(case, stage=stage, recipe=Recipe(dtype=DTYPES[dtype])):
         assert near(found, dtype), found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_leaves_its_optimizer_group_is_named(stage: int, size: int, world: Worlds) -> None:
+    for texts in world(size).run(semantics_changes.regrouped, stage=stage):
+        for kind, text in texts.items():
+            assert text.startswith("ParameterError: ") and "taken out of optimizer.param_groups" in text, (kind, text)
 
 
 @pytest.mark.parametrize("size", (2, 4) if FULL else (2,))

@@ -71,7 +71,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
     """What reduces gradients already would do it twice."""
     for name, module in model.named_modules():
         fully_sharded = type(module).__module__.startswith("torch.distributed.fsdp")
-        if isinstance(module, (Engine, DistributedDataParallel)) or fully_sharded:
+        if isinstance(module, (Engine, DistributedDataParallel, nn.DataParallel)) or fully_sharded:
             raise EngineError(
                 f"initialize: {name or 'the model'} is a {type(module).__name__}, which reduces gradients itself",
                 "pass the plain model: the .module of it; an earlier engine over it needs a destroy() first",

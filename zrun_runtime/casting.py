@@ -29,7 +29,8 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
 
     Raises:
         ConfigError: `keep_in_fp32_modules` names what the model does not have.
-        ParameterError: another engine has a parameter in another type, or a parameter has no values.
+        ParameterError: another engine has a parameter in another type, a parameter has no values, or two are on
+            different accelerators.
     """
     empty = [name for name, p in model.named_parameters() if p.is_meta and not world.imagined]
     if empty:
@@ -38,6 +39,7 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
             "give them values before initialize() (model.to_empty(device=...), then load_state_dict), "
             "or build the model inside zrun_runtime.zero.Init",
         )
+    _refuse_two_devices(model)
     kept = kept_in_fp32(model, config)
     sharded = any(type(p) is ShardedParameter for p in model.parameters())  # those are on the device, in slices
     if not sharded:
@@ -55,6 +57,20 @@ def cast_model(model: nn.Module, world: World, policy: DtypePolicy, config: Conf
         if sharded or (policy.buffer_dtype is not None and buffer.is_floating_point()):
             cast = policy.buffer_dtype if buffer.is_floating_point() else None
             buffer.data = buffer.data.to(world.device, cast or buffer.dtype)
+
+
+def _refuse_two_devices(model: nn.Module) -> None:
+    """A forward that moves activations from device to device would meet all weights on one."""
+    first: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ParameterError(
+            f"the model's parameters are on {len(first)} devices: {places}; a rank has one",
+            "build or load the model without device_map, on the CPU or on the rank's own device",
+        )
 
 
 def kept_in_fp32(model: nn.Module, config: Config) -> set[int]:

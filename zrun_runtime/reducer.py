@@ -122,8 +122,10 @@ class GradReducer:
         self.on_gradient()
         self.idle = False
         grad, parameter.grad = parameter.grad, None
-        if grad is None:
-            return  # a custom Function gave none
+        if grad is None:  # a custom Function gave none, or a hook of the user took it
+            if len(parameter._post_accumulate_grad_hooks) > 1 and grads.group.touched():
+                raise _stepped_in_backward(grads.group.spec.names[index])
+            return
         self._write(grads, index, grad.detach(), self.window.weight)
         if index not in grads.arrived:
             grads.arrived.add(index)
@@ -335,6 +337,14 @@ def _second_gradient(name: str) -> EngineError:
     return EngineError(
         f"{name}: p.grad was set after a backward, whose gradient is in the flat buffer: to be added, or in its place?",
         "set p.grad before the backward to add to it; zrun_runtime.zero.safe_set_full_grad replaces it",
+    )
+
+
+def _stepped_in_backward(name: str) -> EngineError:
+    """Every rank would have stepped with the gradient of its own batch, and the weights would be a mixture."""
+    return EngineError(
+        f"{name}: a hook changed it in the backward and took its gradient, which no other rank has seen",
+        "do not fuse an optimizer into the backward: the engine's takes no gradient memory beyond a group or two",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _DEPTH = 6  # deeper than outputs nest, shallow enough never to walk into a model
@@ -31,6 +32,15 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         for item in list(vars(value).values()):
             yield from tensors_in(item, depth - 1)
+
+
+def plain_parts(value: Tensor) -> Iterator[Tensor]:
+    """What has the values: the tensors within a tensor subclass that wraps some (a quantized weight), else itself."""
+    if not is_traceable_wrapper_subclass(value):
+        yield value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(value, name))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -33,6 +33,7 @@ from zrun_runtime.regroup import carry_gradients
 from zrun_runtime.sharded_parameter import ShardedParameter, name_as_whole, take_values
 from zrun_runtime.shards import reserve
 from zrun_runtime.tiers import DiskSettings, FileStore, NvmeTier, OffloadSettings, on_every_rank
+from zrun_runtime.tree import plain_parts
 from zrun_runtime.unfit import refuse_unfit
 from zrun_runtime.window import Window
 
@@ -190,14 +191,13 @@ class ZeroModel:
 
     def share_the_rest(self) -> None:
         """Give every rank rank 0's buffers and the parameters that no group holds."""
-        for parameter in self.model.parameters():
-            if home_of(parameter) is None and not parameter.is_meta:
-                if type(parameter) is ShardedParameter:
-                    parameter.data = take_values(parameter)  # built in slices, and full from now on
-                self.collectives.broadcast(parameter)
-        for buffer in self.model.buffers():
-            if not buffer.is_meta:
-                self.collectives.broadcast(buffer)
+        rest = [p for p in self.model.parameters() if home_of(p) is None]
+        for parameter in rest:
+            if type(parameter) is ShardedParameter:
+                parameter.data = take_values(parameter)  # built in slices, and full from now on
+        for tensor in (*rest, *self.model.buffers()):
+            for part in plain_parts(tensor) if not tensor.is_meta else ():
+                self.collectives.broadcast(part)
 
     def _attach(self, order: Sequence[GroupGrads]) -> None:
         settings = self.settings

@@ -25,13 +25,14 @@ from .training import digest, gathered
 
 
 class Wrapped(torch.Tensor):
-    """A tensor subclass that keeps its values as int8, as quantizing libraries do."""
+    """A tensor subclass that keeps its values as int8, as quantizing libraries do, and claims to be where it is told.
+    Like theirs it refuses what it was not made for."""
 
     values: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+    def __new__(cls, values: Tensor, device: str = "cpu") -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, device=device)
         made.values = values
         return made
 
@@ -45,7 +46,9 @@ class Wrapped(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return Wrapped(args[0].values)
+            return Wrapped(args[0].values, args[0].device)
+        if func is torch.ops.aten.view.default:
+            raise NotImplementedError("Wrapped: view")
         plain = [a.values.float() / 64 if isinstance(a, Wrapped) else a for a in args]
         return func(*plain, **(kwargs or {}))
 
@@ -53,10 +56,10 @@ class Wrapped(torch.Tensor):
 class Odd(Stack):
     """With one unusual parameter, which its forward reads."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, seed: int) -> None:
         super().__init__()
         self.kind = kind
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         if kind == "int8 buffer":
             self.register_buffer("base", torch.randint(-64, 64, (WIDTH, WIDTH), dtype=torch.int8))
         elif kind == "int8":
@@ -80,13 +83,14 @@ class Odd(Stack):
 FROZEN = ("int8 buffer", "int8", "complex", "subclass")
 
 
-def odd_and_frozen(rank: int, world: int, *, stage: int, kind: str) -> list[str]:
-    """What a step does not move of a model with an unusual frozen parameter."""
-    engine = initialize(Odd(kind), stage)
+def odd_and_frozen(rank: int, world: int, *, stage: int, kind: str) -> tuple[list[str], bool]:
+    """What a step does not move of a model with an unusual frozen parameter; and whether that is rank 0's."""
+    engine = initialize(Odd(kind, seed=rank), stage)
     before = _trained(engine)
     train(engine, rank)
     after = _trained(engine)
-    return [name for name in before if torch.equal(before[name], after[name])]
+    ours, first = (b.values if isinstance(b, Wrapped) else b for b in (engine.module.base, Odd(kind, seed=0).base))
+    return [name for name in before if torch.equal(before[name], after[name])], torch.equal(ours, first)
 
 
 def _trained(engine: Any) -> dict[str, Tensor]:
@@ -107,6 +111,14 @@ def _expanded() -> nn.Module:
     return model
 
 
+def _far_apart() -> nn.Module:
+    model = Stack()
+    for index in range(2):
+        values = Wrapped(torch.ones(3, 3, dtype=torch.int8), f"cuda:{index}")
+        model.register_parameter(f"base{index}", nn.Parameter(values, requires_grad=False))
+    return model
+
+
 def _with(name: str, value: Any) -> nn.Module:
     model = Stack()
     setattr(model, name, value)
@@ -121,6 +133,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: _with("base", nn.Parameter(torch.randn(3, dtype=torch.complex64))), "base: a trainable"),
     "subclass": (lambda: _with("base", nn.Parameter(Wrapped(torch.ones(3, 3)))), "base: a trainable"),
     "meta": (lambda: _with("base", nn.Parameter(torch.empty(3, device="meta"))), "1 parameters are on the meta"),
+    "two devices": (_far_apart, "the model's parameters are on 2 devices: base0 on cuda:0, base1 on cuda:1"),
 }
 
 
@@ -156,14 +169,17 @@ class Answers(Dataset[Tensor]):
             return self.model(features(0, index))
 
 
-def in_a_worker(rank: int, world: int, *, stage: int) -> tuple[str, float, bool]:
-    """What a data loader's forked worker gets from the model, how far from the truth, and whether training goes on."""
+def in_a_worker(rank: int, world: int, *, stage: int, start: str) -> tuple[str, float, bool]:
+    """What a data loader's worker gets from the model, how far from the truth, and whether training goes on.
+
+    start: how the worker is started: "fork" or "spawn", which sends the model.
+    """
     engine = initialize(Stack(), stage)
     with torch.no_grad():
         wanted = engine(features(0, 0))
     answers: list[Tensor] = []
     text = said(
-        lambda: answers.extend(DataLoader(Answers(engine.module), num_workers=1, multiprocessing_context="fork"))
+        lambda: answers.extend(DataLoader(Answers(engine.module), num_workers=1, multiprocessing_context=start))
     )
     far = float((answers[0][0] - wanted).abs().max()) if answers else 0.0
     return text, far, not stuck(engine, rank)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import zrun_runtime
@@ -176,8 +177,11 @@ def wrapped(rank: int, world: int, *, stage: int) -> list[str]:
     """What is said to an engine, or a wrapper of torch, given as the model."""
     engine = engine_over(Stack(), stage, Recipe(), None, **CONFIGURED)
     holder = nn.Sequential(engine)
-    inside = nn.Sequential(DistributedDataParallel(Stack())) if world > 1 else nn.Sequential(engine)
-    return [said(lambda m=m: engine_over(m, stage, Recipe(), None, **CONFIGURED)) for m in (engine, holder, inside)]  # type: ignore[misc]
+    models = [engine, holder, nn.DataParallel(Stack())]
+    if world > 1:
+        models.append(nn.Sequential(DistributedDataParallel(Stack())))
+        models.append(FullyShardedDataParallel(Stack(), device_id=torch.device("cpu")))
+    return [said(lambda m=m: engine_over(m, stage, Recipe(), None, **CONFIGURED)) for m in models]  # type: ignore[misc]
 
 
 # ---- an engine as a part of a module

@@ -102,6 +102,24 @@ def grads_by_hand(rank: int, world: int, *, stage: int, recipe: Recipe) -> tuple
     return found, text, engine.was_step_applied()
 
 
+def stepped_in_backward(rank: int, world: int, *, stage: int) -> tuple[str, bool]:
+    """An optimizer fused into the backward through hooks, as a tutorial of torch shows; then training without them."""
+    engine, _ = pair(Recipe(), stage)
+
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in engine.module.parameters()]
+    text = said(lambda: engine.backward(engine(features(rank, 0)).square().mean()))
+    for hook in hooks:
+        hook.remove()
+    engine.backward(engine(features(rank, 0)).square().mean())
+    engine.step()
+    return text, engine.was_step_applied()
+
+
 # ---- torch.autograd.grad
 
 

@@ -100,6 +100,14 @@ def test_gradients_set_by_hand_count(stage: int, dtype: str, size: int, world: W
         assert goes_on
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_in_the_backward_is_refused(stage: int, size: int, world: Worlds) -> None:
+    for text, goes_on in world(size).run(semantics_gradients.stepped_in_backward, stage=stage):
+        assert "a hook changed it in the backward and took its gradient" in text
+        assert goes_on
+
+
 @pytest.mark.parametrize(("stage", "dtype", "size"), SOME)
 def test_gradient_penalties_are_right_or_refused(stage: int, dtype: str, size: int, world: Worlds) -> None:
     case = semantics_gradients.penalty

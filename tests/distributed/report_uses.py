@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import zrun_runtime
@@ -174,6 +175,70 @@ def branches(rank: int, world: int, *, stage: int, uneven: bool) -> dict[str, An
         optimizer.step()
     wanted = flat({name: p.detach() for name, p in plain.named_parameters()})
     return {"far": distance(_weights(engine), wanted), "rest": len(set(rest))}
+
+
+class Crossing(nn.Module):
+    """Two halves that each rank runs in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, swapped: bool) -> Tensor:
+        first, second = (self.right, self.left) if swapped else (self.left, self.right)
+        return first(x).tanh() + second(x)
+
+
+def orders(rank: int, world: int, *, stage: int) -> float:
+    """Weights where gradients come in another order on each rank, against plain torch."""
+    torch.manual_seed(0)
+    model, plain = Crossing(), Crossing()
+    plain.load_state_dict(model.state_dict())
+    config = make_config(stage, Recipe(), SGD)
+    config["zero_optimization"]["reduce_bucket_size"] = WIDTH
+    engine = zrun_runtime.initialize(model=model, config=config)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), **SGD)
+    for step in range(3):
+        features, classes = Plain().batch(Spot(step, rank, 0))
+        engine.backward(F.cross_entropy(engine(features, rank % 2 == 1), classes))
+        engine.step()
+        optimizer.zero_grad()
+        for other in range(world):
+            features, classes = Plain().batch(Spot(step, other, 0))
+            (F.cross_entropy(plain(features, other % 2 == 1), classes) / world).backward()
+        optimizer.step()
+    return distance(_weights(engine), flat({name: p.detach() for name, p in plain.named_parameters()}))
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout; reentrant: how they are checkpointed, None: not at all."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def dropouts(rank: int, world: int, *, stage: int) -> list[float]:
+    """How far weights are with checkpoints of either kind from those without, all with the same random numbers."""
+    ends = []
+    for reentrant in (None, False, True):
+        torch.manual_seed(0)
+        engine = zrun_runtime.initialize(model=Dropping(reentrant), config=make_config(stage, Recipe(), SGD))[0]
+        torch.manual_seed(rank)
+        for step in range(3):
+            features = Plain().batch(Spot(step, rank, 0))[0].requires_grad_()
+            engine.backward(engine(features).square().mean())
+            engine.step()
+        ends.append(_weights(engine))
+    return [distance(end, ends[0]) for end in ends[1:]]
 
 
 def tiny(rank: int, world: int, *, stage: int) -> float:

@@ -65,6 +65,16 @@ def test_branches_that_some_steps_skip(stage: int, uneven: bool, world: Worlds) 
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_each_rank_has_an_order_of_gradients_of_its_own(stage: int, world: Worlds) -> None:
+    assert all(far <= 1e-6 for far in world(2).run(report_uses.orders, stage=stage))
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_checkpoints_drop_what_the_forward_dropped(stage: int, world: Worlds) -> None:
+    assert all(max(far) <= 1e-6 for far in world(2).run(report_uses.dropouts, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_three_elements_on_four_ranks(stage: int, world: Worlds) -> None:
     assert all(far <= 1e-6 for far in world(4).run(report_uses.tiny, stage=stage))
 

@@ -76,6 +76,7 @@ def test_a_stage_that_there_is_not(stage):
         ({"train_batch_size": 0}, "train_batch_size"),
         ({"bf16": True}, "bf16"),
         ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}}, "fp16.min_loss_scale"),
         ({"bf16": {"enabled": None}}, "bf16.enabled"),
         ({"zero_optimization": []}, "zero_optimization"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),

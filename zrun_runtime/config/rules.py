@@ -45,6 +45,10 @@ def check_rules(document: Document, data: dict[str, Any], ledger: Ledger) -> Non
     """
     if document.fp16.enabled and document.bf16.enabled:
         ledger.problem("bf16.enabled", "fp16 and bf16 cannot both be on: turn one off")
+    fp16 = document.fp16
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2.0**fp16.initial_scale_power:
+        text = f"is more than the first scale, 2 ** initial_scale_power = {2**fp16.initial_scale_power}: make it less"
+        ledger.problem("fp16.min_loss_scale", text)
     precision, wanted = precision_of(document), document.data_types.param_dtype
     if wanted is not None and wanted != precision:
         ledger.problem("data_types.param_dtype", f"is {wanted}, but fp16 and bf16 make the parameters {precision}")

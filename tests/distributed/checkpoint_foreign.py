@@ -119,6 +119,12 @@ def _after_import(rank: int, directory: str, stage: int, dtype: str) -> dict[str
         engine.step()
         losses.append(loss.item())
     counters = engine.global_steps, engine.global_samples
+    engine.save_checkpoint(directory, tag="ours")
+    end = mark_of(engine)
+    engine.load_checkpoint(directory, tag="global_step3")
+    assert mark_of(engine)["masters"] == mark["masters"]
+    engine.load_checkpoint(directory)
+    assert mark_of(engine) == end  # what came in goes on as any other
     found = {"losses": losses, "client": client, "lr": engine.get_lr(), "counters": counters, "seen": seen}
     return {**found, "mark": {key: mark[key] for key in ("masters", "moments")}}
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import stat
 import threading
 import time
 from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +242,62 @@ def removed_right_after(rank: int, world: int, *, directory: str) -> list[Any]:
         found.append((path is not None, mark_of(engine) == mark))
         torch.distributed.barrier()
     return found
+
+
+@contextmanager
+def network_disk() -> Iterator[None]:
+    """Inside, files are as on NFS: no locks, no O_DIRECT, no fsync of directories; what is open is only renamed."""
+    flock, unlink, fsync, control = fcntl.flock, os.unlink, os.fsync, fcntl.fcntl
+
+    def refused(code: int) -> OSError:
+        return OSError(code, os.strerror(code))
+
+    def no_lock(descriptor: int, operation: int) -> None:
+        raise refused(errno.ENOLCK)
+
+    def no_sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise refused(errno.EINVAL)
+        fsync(descriptor)
+
+    def no_direct(descriptor: int, command: int, argument: int = 0) -> Any:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise refused(errno.EINVAL)
+        return control(descriptor, command, argument)
+
+    def renamed(path: Any, *, dir_fd: int | None = None) -> None:
+        mine = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                other = os.stat(f"/proc/self/fd/{name}")
+                if (other.st_dev, other.st_ino) == (mine.st_dev, mine.st_ino):
+                    silly = os.path.join(os.path.dirname(path), f".nfs{mine.st_ino:016x}")
+                    os.rename(path, silly, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                    return
+        unlink(path, dir_fd=dir_fd)
+
+    fcntl.flock, os.unlink, os.fsync, fcntl.fcntl = no_lock, renamed, no_sync, no_direct  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fcntl.flock, os.unlink, os.fsync, fcntl.fcntl = flock, unlink, fsync, control  # type: ignore[assignment]
+
+
+def on_a_network_disk(rank: int, world: int, *, directory: str, background: bool) -> tuple[bool, list[str]]:
+    """Save, save the same tag again, prune and load; what lies there at the end."""
+    engine = engine_of(config_of(2, checkpoint={"async": background, "keep_last": 1}), SmallNet)
+    with network_disk():
+        for step in range(3):
+            train(engine, step, step + 1)
+            engine.save_checkpoint(directory)
+            engine.save_checkpoint(directory, tag="again")
+        engine._saver.wait()
+        engine._saver.raise_failure()
+        mark = mark_of(engine)
+        train(engine, 3, 4)
+        engine.load_checkpoint(directory)
+    found = sorted(str(path.relative_to(directory)) for path in Path(directory).glob("**/.*"))
+    return mark_of(engine) == mark, found
 
 
 # ---- another engine than the one that saved

@@ -65,6 +65,12 @@ def test_only_so_many_are_kept_in_the_background_too(world: Worlds, tmp_path: Pa
         assert tags == [["global_step1"], ["global_step1", "mine"], ["global_step3", "mine"], ["global_step4", "mine"]]
 
 
+@pytest.mark.parametrize("background", (False, True))
+def test_a_network_disk(background: bool, world: Worlds, tmp_path: Path) -> None:
+    for right, hidden in world(2).run(odd.on_a_network_disk, directory=str(tmp_path), background=background):
+        assert right and hidden == []
+
+
 def test_load_returns_when_all_have_read(world: Worlds, tmp_path: Path) -> None:
     for found in world(2).run(odd.removed_right_after, directory=str(tmp_path)):
         assert found == [(True, True)] * 2

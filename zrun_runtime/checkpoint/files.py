@@ -246,9 +246,9 @@ class Aside:
                 self._merge(target)
             else:
                 os.rename(self.path, target)
+                self._unlock()  # first: what is open gets another name on NFS, and its directory cannot be removed
                 (target / _LOCK).unlink()
             sync_directory(self.parent)
-        self._unlock()
 
     def _merge(self, target: Path) -> None:
         """Move the files into a directory that is there, whatever else it holds."""
@@ -262,6 +262,7 @@ class Aside:
         for name in set(before).difference(names):
             with contextlib.suppress(OSError):
                 (target / name).unlink()
+        self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def discard(self) -> None:

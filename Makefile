@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-peers install clean
+.PHONY: help demo test test-trainers check bench bench-peers install clean
 
 help:
 	@echo 'make demo     train a small GPT on real text, two workers at ZeRO-2 (under 5 minutes on two cores)'
 	@echo 'make test     every test (under 30 minutes on two cores)'
+	@echo 'make test-trainers  TRL and transformers 4.57, in an environment of their own'
 	@echo 'make check    lint, types, architecture and the fast tests'
 	@echo 'make bench    the benchmarks behind docs/benchmarks.md'
 	@echo 'make bench-peers  a second environment with DeepSpeed, to be measured beside (compiles for minutes)'
@@ -23,6 +24,9 @@ demo: $(READY)
 test: $(READY)
 	@bash tests/system_packages.sh
 	$(BIN)/python -m pytest -q
+
+test-trainers:
+	PYTHON=$(PYTHON) tests/integrations/other_versions.sh
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -40,7 +44,7 @@ install:
 	$(PYTHON) -m pip install .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trainers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: what the constraint names is then there before anything else can ask for another.

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_check.py              --dry_run: tiny sizes on the CPU, to see that it runs
 
-NCCL refuses two ranks on one GPU, so the world is 1: every stage, its groups, hooks and update, but no communication.
+NCCL refuses two ranks on one GPU, so the world is 1: every stage, its groups, hooks and update, every offload with its
+copies, but no communication. Each part has its share of the time; what there was no time or room for is said.
 Exit status 1 if a check fails. It needs zrun_runtime's own requirements and downloads nothing.
 """
 
@@ -13,6 +14,7 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from common import BenchmarkError, Promise, Report, machine, main, parser, progress, table
+from gpu_offload import OFFLOADS, Clock, Ground, Tiers, name_of, offload_config, overlap, throughput
 from implementations import ADAMW, CLIP, zero_config
 from model import GPT, SIZES, Size, count, token_batches, token_loss
 from torch import Tensor, nn
@@ -29,6 +32,8 @@ import zrun_runtime
 
 SHORT: list[str] = []
 MINUTES = 8
+SHARES = {"parity": 0.35, "overlap": 0.12, "throughput": 0.25}  # of the time; the rest is for speed, which comes last
+MARGIN = 20  # seconds in which what began last has to end
 ACCUMULATION = 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Whole-model error against naive training. In bf16 a master that differs in its last bit may round the other way.
@@ -44,6 +49,7 @@ class Scope:
     device: torch.device
     parity: Size
     speed: Size
+    large: Size
     parity_steps: int
     timed_steps: int
     passes: int
@@ -66,20 +72,27 @@ class Scope:
 # ---- is it right
 
 
-def parity(scope: Scope) -> tuple[list[list[Any]], list[Promise]]:
-    """Rows and promises: each stage against naive training of the same model on the same batches."""
+def parity(ground: Ground, scope: Scope) -> tuple[list[list[Any]], list[Promise]]:
+    """Rows and promises: each stage and offload against naive training of the same model on the same batches."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     rows, promises = [], []
-    for dtype, limit in PARITY.items():
+    cases = [*((stage, ("none", "none")) for stage in range(4)), *OFFLOADS]
+    expected = {}
+    for dtype in PARITY:
         with progress(f"naive training, {dtype}"):
-            expected, expected_losses = naive(scope, dtype)
-        for stage in range(4):
-            with progress(f"stage {stage}, {dtype}"):
-                values, losses = under_zero(scope, stage, dtype)
-            error = (distance(values, expected) / distance(expected, [torch.zeros_like(v) for v in expected])).item()
-            off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
-            rows.append([f"stage {stage}, {dtype}", f"{error:.1e}", f"{off:.1e}", losses[0], losses[-1]])
-            promises.append(Promise(f"stage {stage}, {dtype}: weights differ from naive training", error, limit))
+            expected[dtype] = naive(scope, dtype)
+    for stage, tiers in cases:
+        for dtype, limit in PARITY.items():
+            name = f"{name_of(stage, tiers)}, {dtype}"
+            if not ground.clock.affords(f"parity, {name}", ground.until):
+                continue
+            with progress(name):
+                values, losses = under_zero(ground, scope, (stage, tiers), dtype)
+            wanted, wanted_losses = expected[dtype]
+            error = (distance(values, wanted) / distance(wanted, [torch.zeros_like(v) for v in wanted])).item()
+            off = max(abs(a - b) for a, b in zip(losses, wanted_losses, strict=True))
+            rows.append([name, f"{error:.1e}", f"{off:.1e}", losses[0], losses[-1]])
+            promises.append(Promise(f"{name}: weights differ from naive training", error, limit))
     torch.use_deterministic_algorithms(False)
     return rows, promises
 
@@ -119,10 +132,10 @@ def naive(scope: Scope, dtype: str) -> tuple[list[Tensor], list[float]]:
     return masters, losses
 
 
-def under_zero(scope: Scope, stage: int, dtype: str) -> tuple[list[Tensor], list[float]]:
+def under_zero(ground: Ground, scope: Scope, case: tuple[int, Tiers], dtype: str) -> tuple[list[Tensor], list[float]]:
     """The same with an engine. (fp32 weights, losses)"""
-    model = scope.new_model(scope.parity)
-    config = zero_config(stage, scope.parity.batch, ACCUMULATION, dtype)
+    model, (stage, tiers) = scope.new_model(scope.parity), case
+    config = offload_config(stage, tiers, ground.path, zero_config(stage, scope.parity.batch, ACCUMULATION, dtype))
     engine, *_ = zrun_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
     data, losses = token_batches(scope.parity, 0, scope.device), []
     for _ in range(scope.parity_steps):
@@ -216,22 +229,26 @@ def host_waits(scope: Scope, step: Step, batches: Sequence[Batch]) -> dict[str, 
     }
 
 
-def speed(scope: Scope) -> tuple[list[list[Any]], list[Promise], dict[str, Any]]:
+def speed(clock: Clock, scope: Scope) -> tuple[list[list[Any]], list[Promise], dict[str, Any]]:
     """Rows, promises and all figures; the second pass runs backwards."""
     named = contestants(scope)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in named}
     for number in range(scope.passes):
         for name in list(named) if number % 2 == 0 else list(named)[::-1]:
+            if not clock.affords(f"speed, pass {number + 1}, {name}", clock.end):
+                continue
             with progress(f"pass {number + 1} of {scope.passes}: {name}"):
                 found[name].append(measure(scope, named[name], profiled=number == 0))
     rows, promises = [], []
     numel = count(scope.new_model(scope.speed))
+    found = {name: runs for name, runs in found.items() if runs}
     milliseconds = {name: statistics.median(run["ms"] for run in runs) for name, runs in found.items()}
     for name, runs in found.items():
         peer = next(other for other in named if other.startswith("torch") and other[6:10] in name)
         first = runs[0]
         memory = [first[key] / numel if key in first else None for key in ("rest", "peak")]
-        rows.append([name, milliseconds[name], milliseconds[name] / milliseconds[peer], *memory,
+        times = milliseconds[name] / milliseconds[peer] if peer in found else None
+        rows.append([name, milliseconds[name], times, *memory,
                      first["waits"] if scope.is_cuda else None, first["reads"], first["launches"] or None])  # fmt: skip
         if scope.is_cuda and name.startswith("zrun"):
             promises.append(Promise(f"{name}: waits of the host for the device, a step", first["waits"], 1))
@@ -249,10 +266,14 @@ def scope_of(dry_run: bool) -> Scope:
     """
     if dry_run:
         os.environ["ZRUN_DEVICE"] = "cpu"
-        return Scope(torch.device("cpu"), SIZES["small"], SIZES["tiny"], parity_steps=8, timed_steps=2, passes=1)
+        return Scope(
+            torch.device("cpu"), SIZES["tiny"], SIZES["tiny"], SIZES["tiny"], parity_steps=4, timed_steps=2, passes=1
+        )
     if not torch.cuda.is_available():
         raise BenchmarkError("gpu_check: torch sees no CUDA device; --dry_run runs tiny sizes on the CPU")
-    return Scope(torch.device("cuda"), SIZES["33m"], SIZES["370m"], parity_steps=10, timed_steps=8, passes=2)
+    return Scope(
+        torch.device("cuda"), SIZES["33m"], SIZES["370m"], SIZES["1.3b"], parity_steps=10, timed_steps=8, passes=2
+    )
 
 
 def describe(scope: Scope) -> Iterator[str]:
@@ -275,20 +296,44 @@ def bench(arguments: Sequence[str]) -> Report:
     scope = scope_of(options.dry_run)
     zrun_runtime.init_distributed()
     notes = list(describe(scope))
-    parity_rows, kept = parity(scope)
-    speed_rows, also_kept, figures = speed(scope)
+    clock = Clock(time.monotonic() + 60 * MINUTES - MARGIN)
+    with tempfile.TemporaryDirectory(dir=options.nvme_path) as path:
+        grounds = {
+            part: Ground(scope.device, size, path, clock, time.monotonic() + 60 * MINUTES * share)
+            for part, size, share in _shares(scope)
+        }
+        parity_rows, kept = parity(grounds["parity"], scope)
+        overlap_rows, hidden = overlap(grounds["overlap"])
+        large_rows = throughput(grounds["throughput"], scope.timed_steps)
+    speed_rows, quick, figures = speed(clock, scope)
     signal.alarm(0)
     size = scope.speed
     numel = count(scope.new_model(size))
-    notes.append(f"speed: GPT of {numel / 1e6:.1f}M parameters, batch {size.batch} x {size.context} tokens")
-    headers = ("", "ms a step", "x torch", "B/param rest", "peak", "host waits", "scalars read", "launches")
+    notes.append(f"speed, overlap: GPT of {numel / 1e6:.1f}M parameters, batch {size.batch} x {size.context} tokens")
+    notes += [f"left out: {what}" for what in clock.left_out]
     return Report(
         "One GPU" if scope.is_cuda else "One GPU: dry run on the CPU",
         notes,
-        [table(("", "weights off", "losses off", "first loss", "last loss"), parity_rows), table(headers, speed_rows)],
-        kept + also_kept,
-        {"parity": parity_rows, "speed": figures},
-    )
+        [
+            table(("", "weights off", "losses off", "first loss", "last loss"), parity_rows),
+            table(("forward and backward", "device busy, ms", "to the host, ms", "to the device, ms", "pageable, ms",
+                   "out beside kernels", "in beside kernels"), overlap_rows),
+            table(("", "billion parameters", "tokens a second", "ms a step", "GiB at most"), large_rows),
+            table(("", "ms a step", "x torch", "B/param rest", "peak", "host waits", "scalars read", "launches"),
+                  speed_rows),
+        ],
+        [*kept, *hidden, *quick],
+        {"parity": parity_rows, "overlap": overlap_rows, "large": large_rows, "speed": figures,
+         "left_out": clock.left_out},
+    )  # fmt: skip
+
+
+def _shares(scope: Scope) -> Iterator[tuple[str, Size, float]]:
+    """By part: its model, and the share of all time after which it has to be over."""
+    over = 0.0
+    for part, size in (("parity", scope.parity), ("overlap", scope.speed), ("throughput", scope.large)):
+        over += SHARES[part]
+        yield part, size, over
 
 
 def _out_of_time(*_: Any) -> None:
@@ -298,6 +343,7 @@ def _out_of_time(*_: Any) -> None:
 def parse(arguments: Sequence[str]) -> Any:
     """The options of a run."""
     made = parser(__doc__)
+    made.add_argument("--nvme_path", help="a directory on the disk; default: that of temporary files")
     made.add_argument("--dry_run", action="store_true", help="tiny sizes on the CPU")
     return made.parse_args(arguments)
 

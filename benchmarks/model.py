@@ -29,6 +29,7 @@ SIZES = {
     "33m": Size(width=512, layers=8, heads=8, vocabulary=8192, context=64, batch=2),
     "110m": Size(width=768, layers=12, heads=12, vocabulary=16384, context=64, batch=1),
     "370m": Size(width=1024, layers=24, heads=16, vocabulary=32768, context=1024, batch=8),
+    "1.3b": Size(width=2048, layers=24, heads=16, vocabulary=32768, context=1024, batch=4),
 }
 
 

@@ -203,9 +203,9 @@ def spread(model: ModelSize, weight: int, plan: StatePlan, world: int, keep: Kee
     share = model.trained / model.numel if model.numel else 0.0
     if not plan.shards_params:
         groups = _stay(model, weight)
-        trained = sum(round_up(numel, multiple) for numel in groups)
+        trained = sum(count * round_up(numel, multiple) for numel, count in groups)
         owned = trained // world if plan.shards_optimizer else trained
-        return Spread(trained + model.frozen, owned, 0, max(groups, default=0))
+        return Spread(trained + model.frozen, owned, 0, max((numel for numel, _ in groups), default=0))
     numels = [unit.numel for unit in model.units]
     padded = [round_up(numel, multiple) for numel in numels]
     slices = sum(padded) // world
@@ -214,12 +214,12 @@ def spread(model: ModelSize, weight: int, plan: StatePlan, world: int, keep: Kee
     return Spread(slices + full, int(slices * share), whole, max(numels, default=0))
 
 
-def _stay(model: ModelSize, weight: int) -> list[int]:
-    """Sizes of the groups of trained parameters that stay."""
+def _stay(model: ModelSize, weight: int) -> list[tuple[int, int]]:
+    """Sizes of the groups of trained parameters that stay, and how many there are of each."""
     limit = group_limit(model.trained * weight) // weight
-    rest = max(0, model.trained - sum(model.apart))
-    full, left = divmod(rest, limit)
-    return [*model.apart, *[limit] * full, *([left] if left else [])]
+    full, left = divmod(max(0, model.trained - sum(model.apart)), limit)
+    groups = [*((numel, 1) for numel in model.apart), (limit, full), (left, 1)]
+    return [(numel, count) for numel, count in groups if numel and count]
 
 
 def footprint(

@@ -131,12 +131,14 @@ def activations_of(model: nn.Module, batch: int, tokens: int) -> Activations:
     """
     watch = _Watch(model)
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
+    two_sided = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    more = {"decoder_input_ids": ids} if two_sided else {}
     try:
         with (
             patch.object(functional, "scaled_dot_product_attention", _fused),
             torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda tensor: tensor),
         ):
-            _loss(model(ids), ids)
+            _loss(model(ids, **more), ids)
     except Exception as error:  # whatever a stranger's forward raises
         raise ZeroRuntimeError(f"its forward does not run on token ids without values: {error}") from error
     finally:

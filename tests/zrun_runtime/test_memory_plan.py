@@ -294,6 +294,43 @@ def test_a_model_of_the_program_and_of_hugging_face(tmp_path: Path, monkeypatch:
     assert done.exit_code == 2 and "pip install transformers" in done.stderr
 
 
+# Parameters of published models, which the defaults of these configs describe.
+PUBLISHED = {
+    ("gpt2", "GPT2LMHeadModel"): 124_439_808,
+    ("llama", "LlamaForCausalLM"): 6_738_415_616,
+    ("mistral", "MistralForCausalLM"): 7_241_732_096,
+    ("mixtral", "MixtralForCausalLM"): 46_702_792_704,
+    ("gpt_neox", "GPTNeoXForCausalLM"): 20_554_567_680,
+    ("falcon", "FalconForCausalLM"): 6_921_720_704,
+    ("opt", "OPTForCausalLM"): 125_239_296,
+    ("t5", "T5ForConditionalGeneration"): 60_506_624,
+    ("bert", "BertForMaskedLM"): 109_514_298,
+    ("vit", "ViTForImageClassification"): 85_800_194,
+    ("phi", "PhiForCausalLM"): 1_418_270_720,
+    ("qwen2", "Qwen2ForCausalLM"): 494_032_768,
+}
+QWEN2 = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "architecture"), PUBLISHED, ids=[kind for kind, _ in PUBLISHED])
+def test_models_of_hugging_face_have_their_parameters(kind: str, architecture: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="reads other libraries' configs")
+    sizes = QWEN2 if kind == "qwen2" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [architecture], **sizes}))
+    found = answer("--hf_config", tmp_path, "--seq", 16)
+    assert found["parameters"] == PUBLISHED[kind, architecture]
+    assert found["model"].startswith(architecture)
+    assert ("counted" in found["activations"]["how"]) == (kind != "vit")  # which sees no tokens
+
+
+def test_a_number_beyond_all_models_is_answered() -> None:
+    done = run("--params", "1000t")
+    assert done.exit_code == 1 and "nothing fits" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -95,7 +95,11 @@ def _of_hugging_face(name: str) -> nn.Module:
         ) from error
     try:
         config = transformers.AutoConfig.for_model(kind, **data)
+        known = [getattr(transformers, str(name), None) for name in config.architectures or ()]
         with torch.device("meta"):
+            for architecture in known:
+                if isinstance(architecture, type) and issubclass(architecture, nn.Module):
+                    return architecture(config)
             try:
                 return transformers.AutoModelForCausalLM.from_config(config)
             except ValueError:

@@ -203,10 +203,11 @@ def test_the_cause_is_blamed_and_not_those_who_fail_because_of_it(tmp_path):
     script = """
         import atexit, os, pathlib, time
         if os.environ["RANK"] == "1":
-            atexit.register(lambda: (pathlib.Path("gone").touch(), time.sleep(0.2)))
+            atexit.register(lambda: (pathlib.Path("gone").touch(), time.sleep(0.3)))
             raise ValueError("the cause")
         while not os.path.exists("gone"):
             time.sleep(0.005)
+        time.sleep(0.1)  # the agent tells no order of what it reads at once
         raise RuntimeError("connection closed by peer")
     """
     with job(tmp_path, script, "--num_gpus", "3", "--json", *CPU) as run:

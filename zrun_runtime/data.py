@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -52,7 +53,11 @@ class ResumableLoader(DataLoader[Any]):
         if isinstance(self.sampler, ResumableSampler):
             self.sampler.skip = skip * (self.batch_size or 1)
             skip = 0
-        for batch in islice(super().__iter__(), skip, None):
+        before = torch.get_rng_state() if self.taken else None
+        batches = islice(super().__iter__(), skip, None)
+        if before is not None:  # a round draws a number when it begins, and this one has begun before
+            torch.set_rng_state(before)
+        for batch in batches:
             self.taken += 1
             yield batch
 

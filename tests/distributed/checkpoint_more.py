@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import zrun_runtime
 
 from .checkpoint_harm import said_by
-from .checkpoint_uses import SmallNet, config_of, engine_of, loss_of, mark_of, train
+from .checkpoint_uses import TOKENS, Net, SmallNet, config_of, engine_of, loss_of, mark_of, train
 from .training import digest, gathered
 
 
@@ -93,6 +94,24 @@ def loader_position(rank: int, world: int, *, directory: str, resume: bool) -> l
                 first = 3
                 engine.save_checkpoint(directory)
     return seen
+
+
+def chance_goes_on(rank: int, world: int, *, directory: str, workers: int, resume: bool) -> tuple[list[float], Any]:
+    """Losses of steps 3 to 7 of a model with dropout, its data from a loader of the engine; weights and moments then."""
+    engine = engine_of(config_of(1), Net, seed=6 if resume else 0)
+    data = TensorDataset(torch.randint(TOKENS, (64, 5), generator=torch.Generator().manual_seed(3)))
+    loader = engine.deepspeed_io(data, num_local_io_workers=workers)
+    losses = []
+    if resume:
+        engine.load_checkpoint(directory)
+    for (tokens,) in loader:
+        loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if engine.global_steps == 3:
+            engine.save_checkpoint(directory)
+    return losses if resume else losses[3:], mark_of(engine)
 
 
 def schedule_goes_on(rank: int, world: int, *, directory: str) -> Any:

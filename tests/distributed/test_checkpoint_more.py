@@ -41,6 +41,15 @@ def test_a_loader_goes_on_where_it_was(world: Worlds, tmp_path: Path) -> None:
     assert seen | taken == set(range(64)) and not seen & taken
 
 
+@pytest.mark.parametrize("workers", (0, 2))
+def test_chance_goes_on_with_the_loader(workers: int, world: Worlds, tmp_path: Path) -> None:
+    """A loader that begins in the middle of a round does not draw the numbers again that it drew at its beginning."""
+    how = {"directory": str(tmp_path), "workers": workers}
+    wanted = world(2).run(uses.chance_goes_on, resume=False, **how)
+    assert len(wanted[0][0]) == 5
+    assert world(2).run(uses.chance_goes_on, resume=True, **how) == wanted
+
+
 def test_a_schedule_goes_on(world: Worlds, tmp_path: Path) -> None:
     for rates, marks, last in world(2).run(uses.schedule_goes_on, directory=str(tmp_path)):
         assert rates and marks and last == pytest.approx(0.0, abs=1e-9)

@@ -6,6 +6,7 @@ whole product.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from itertools import product
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import zrun_runtime
+from zrun_runtime.commands.plan import plan
 from zrun_runtime.config import load_config
 
 from . import offload_uses as uses
@@ -265,8 +268,27 @@ def test_what_has_no_effect_is_said() -> None:
         notes({"stage": 2, "offload_optimizer": {"device": "nvme"}})
 
 
+@pytest.mark.parametrize(
+    ("gpu_memory", "host_memory", "tiers"),
+    [("80GB", "512GB", ()), ("24GB", "256GB", ("cpu",)), ("24GB", "36GB", ("nvme",))],
+)
+def test_what_zrun_plan_recommends_is_pasted_and_trains(
+    gpu_memory: str, host_memory: str, tiers: tuple[str, ...], tmp_path: Path
+) -> None:
+    asked = ["--params", "2.7b", "--num_gpus", 1, "--gpu_memory", gpu_memory, "--host_memory", host_memory]
+    done = CliRunner().invoke(plan, [*map(str, asked), "--nvme_path", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    zero = json.loads(done.stdout)["recommended"]["zero_optimization"]
+    sections = [section for key, section in zero.items() if key.startswith("offload")]
+    assert {section["device"] for section in sections} == set(tiers)
+    engine = uses.make(Job(dtype="bf16", zero=zero))
+    assert uses.run_steps(engine, Job(), 0, range(2))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("zero", [{"cpu_offload": True}, {"offload_param": {"device": "cpu"}}])
-def test_what_people_write_at_lower_levels_trains(zero: dict[str, Any], world: Worlds) -> None:
-    job = Job(stage=2, dtype="bf16", accumulation=4, zero=zero, more={"data_types": {"grad_accum_dtype": "fp32"}})
-    plain = Job(stage=2, dtype="bf16", accumulation=4, more=job.more)
+def test_what_people_write_at_lower_levels_trains(stage: int, zero: dict[str, Any], world: Worlds) -> None:
+    job = Job(stage=stage, dtype="bf16", accumulation=4, zero=zero, more={"data_types": {"grad_accum_dtype": "fp32"}})
+    plain = Job(stage=stage, dtype="bf16", accumulation=4, more=job.more)
     assert world(2).run(uses.train, job=job)[0].weights == world(2).run(uses.train, job=plain)[0].weights

@@ -97,7 +97,7 @@ def loader_position(rank: int, world: int, *, directory: str, resume: bool) -> l
 
 
 def chance_goes_on(rank: int, world: int, *, directory: str, workers: int, resume: bool) -> tuple[list[float], Any]:
-    """Losses of steps 3 to 7 of a model with dropout, its data from a loader of the engine; weights and moments then."""
+    """Steps 3 to 7 with dropout, data from a loader of the engine: their losses, and the weights and moments then."""
     engine = engine_of(config_of(1), Net, seed=6 if resume else 0)
     data = TensorDataset(torch.randint(TOKENS, (64, 5), generator=torch.Generator().manual_seed(3)))
     loader = engine.deepspeed_io(data, num_local_io_workers=workers)

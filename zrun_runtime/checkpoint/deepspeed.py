@@ -1,4 +1,4 @@
-"""Reads what DeepSpeed saved (version 0.19; ZeRO stages 0 to 3, universal checkpoints) and writes it in our layout.
+"""Reads what DeepSpeed saved (tried: versions 0.14, 0.16, 0.19; ZeRO stages 0 to 3, universal checkpoints) and writes it in our layout.
 
 [Note: foreign pickles]
 DeepSpeed's files are pickles that name its classes. They are read by torch's weights_only unpickler, which builds
@@ -47,7 +47,7 @@ def import_deepspeed(path: Path, output: Path, tag: str | None = None) -> Path:
         return converter.write(output)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where}: is not laid out as a checkpoint of DeepSpeed 0.19: {type(error).__name__}: {error}",
+            f"{where}: is not laid out as a checkpoint of DeepSpeed 0.14 to 0.19: {type(error).__name__}: {error}",
             "convert it with its ds_to_universal first, or take only the weights with its zero_to_fp32",
         ) from error
 

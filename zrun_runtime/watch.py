@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -164,9 +165,10 @@ class _Posts:
         self._keys = [f"zrun/positions/{number}/{rank}" for rank in range(world.size)]
         self._store: Any = None
         self._opened = False
+        self._port: int | None = None  # of the store's server; None: it has none
         self._said: Position | None = None
         self._heard: list[Position | None] = []
-        self._requests: queue.SimpleQueue[tuple[int | None, threading.Event]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int | None, threading.Event] | None] = queue.SimpleQueue()
 
     def say(self, position: Position) -> None:
         """Publish where this rank stands, if that is news."""
@@ -186,7 +188,7 @@ class _Posts:
     def read(self) -> list[Position | None]:
         """By rank; None: it has not stood still. Empty: the store cannot be reached."""
         try:
-            self._heard = [self._one(key) for key in self._keys] if self._open() is not None else self._heard
+            self._heard = [self._one(key) for key in self._keys] if self._reachable() else self._heard
         except dist.DistError:
             self._store = None  # rank 0 is gone; what was heard before still stands
         return list(self._heard)
@@ -201,9 +203,12 @@ class _Posts:
     def serve(self, seconds: float) -> None:
         """Answer whoever asks within so many seconds."""
         try:
-            awaited, answered = self._requests.get(timeout=seconds)
+            request = self._requests.get(timeout=seconds)
         except queue.Empty:
             return
+        if request is None:
+            return
+        awaited, answered = request
         until = time.monotonic() + 1.5 * LOOK_SECONDS  # a rank says where it stands, or that it ends, within that
         heard = self.read()
         while heard and awaited is not None and heard[awaited] is None and time.monotonic() < until:
@@ -213,7 +218,7 @@ class _Posts:
 
     def wake(self) -> None:
         """Let `serve` return at once."""
-        self._requests.put((None, threading.Event()))
+        self._requests.put(None)
 
     def _one(self, key: str) -> Position | None:
         text = self._store.get(key) if self._store.check([key]) else b""
@@ -221,17 +226,29 @@ class _Posts:
 
     def _set(self, text: str) -> None:
         try:
-            if self._open() is not None:
+            if self._reachable():
                 self._store.set(self._keys[self.world.rank], text)
         except dist.DistError:
             self._store = None
 
-    def _open(self) -> Any:
+    def _reachable(self) -> bool:
+        """The store is open and its server lives: asking one that is gone makes torch write a page to stderr."""
         if not self._opened:
             self._opened = True
             store: Any = _get_default_store()
             self._store = store.clone()  # a connection of its own: nobody else's wait holds it up
-        return self._store
+            while hasattr(store, "underlying_store"):
+                store = store.underlying_store
+            self._port = getattr(store, "port", None)
+        if self._store is not None and self._port is not None and _hung_up(self._port):
+            self._store = None
+        return self._store is not None
+
+
+def _hung_up(port: int) -> bool:
+    """A server that this process is connected to, at this port, has closed the connection."""
+    connections = psutil.Process().net_connections("tcp")
+    return any(c.status == psutil.CONN_CLOSE_WAIT and c.raddr and c.raddr.port == port for c in connections)
 
 
 def _patience(world: World) -> float:

@@ -172,7 +172,6 @@ STAGE_HOMES = ["zrun_runtime.config", "zrun_runtime.plan"]
 STAGE_NAMES = {
     "zrun_runtime.build:_settings": "where the config's number becomes the plan",
     "zrun_runtime.build:_announce": "the number is shown to a person",
-    "zrun_runtime.engine_checkpoint:EngineCheckpoint": "a name of the field",
     "zrun_runtime.zero.estimate": "names of the field",
     "zrun_runtime.savings:plan_of": "where the config's number becomes the plan",
     "zrun_runtime.planner": "compares the stages, and writes configs",
@@ -182,7 +181,7 @@ STAGE_NAMES = {
     "zrun_runtime.integrations.config": "names of the field",
     "zrun_runtime.integrations.enums": "names of the field",
     "zrun_runtime.integrations.site.deepspeed._names": "names of the field",
-    "zrun_runtime.engine_state:EngineState._zero3_consolidated_16bit_state_dict": "trainers call it by this name",
+    "zrun_runtime.engine_state:EngineState": "trainers call one method by a name with the stage in it",
     "zrun_runtime.answers:EngineAnswers.zero_optimization_stage": "a method of the field, which scripts ask",
 }
 

@@ -152,13 +152,6 @@ class EngineCheckpoint(EngineState):
 
     save_fp16_model = save_16bit_model
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole model on the CPU of rank 0; None elsewhere. For all ranks; frameworks call it by this name."""
-        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return state if self.world.rank == 0 else None
-
-    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
-
     def _unfinished_window(self) -> EngineError | None:
         """What is wrong with saving now: gradients that no update has used yet would be lost."""
         if in_backward():

@@ -72,9 +72,7 @@ class EngineState(AccumulationControl):
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         return state if self.world.rank == 0 else None
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The same."""
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def load_module_state_dict(
         self,

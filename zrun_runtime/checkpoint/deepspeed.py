@@ -1,4 +1,5 @@
-"""Reads what DeepSpeed saved (tried: versions 0.14, 0.16, 0.19; ZeRO stages 0 to 3, universal checkpoints) and writes it in our layout.
+"""Reads what DeepSpeed saved (tried: versions 0.14, 0.16, 0.19; ZeRO stages 0 to 3, universal checkpoints) and writes
+it in our layout.
 
 [Note: foreign pickles]
 DeepSpeed's files are pickles that name its classes. They are read by torch's weights_only unpickler, which builds

@@ -98,7 +98,7 @@ def initialize(
     refuse_other_kinds(model, optimizer, lr_scheduler, training_data)
     refuse_model_parallelism(mpu, mesh_param, world.size)
     with not_building():
-        engine = build_engine(model, optimizer, listed_parameters(model_parameters, model), lr_scheduler, source)
+        engine = build_engine(model, optimizer, listed_parameters(model_parameters), lr_scheduler, source)
     zero.remember(engine)
     if world.rank == 0:
         compare_batch_sizes(args, engine.settings)

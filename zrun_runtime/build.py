@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zrun_runtime.agreement import config_facts, model_facts, optimizer_facts, require_agreement
+from zrun_runtime.call import refuse_nothing
 from zrun_runtime.casting import cast_model, device_hints
 from zrun_runtime.checkpointing import configure as configure_checkpointing
 from zrun_runtime.collectives import Collectives
@@ -39,7 +40,7 @@ OptimizerOrFactory = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimiz
 def build_engine(
     model: nn.Module,
     optimizer: OptimizerOrFactory,
-    model_parameters: Iterable[Any] | None,
+    model_parameters: Sequence[Any] | None,
     lr_scheduler: Any,
     source: Any,
 ) -> Engine:
@@ -53,6 +54,8 @@ def build_engine(
     cast_model(model, world, policy, config)
     if optimizer is not None and config.optimizer is not None and world.rank == 0:
         notice("warning", f"optimizer.type {config.optimizer.type}: not used, as initialize() was given an optimizer")
+    if not isinstance(optimizer, torch.optim.Optimizer) and (optimizer is not None or config.optimizer is not None):
+        refuse_nothing(model_parameters, model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model_parameters) if model_parameters is not None else _trainable(model))
     groups = _param_groups(model, optimizer, model_parameters, config)

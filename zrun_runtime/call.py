@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,19 +51,16 @@ def _kind(given: Any) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
 
 
-def listed_parameters(given: Iterable[Any] | None, model: nn.Module) -> list[Any] | None:
+def listed_parameters(given: Iterable[Any] | None) -> list[Any] | None:
     """`model_parameters` as a list: parameters, (name, parameter) pairs, or groups of them. None: none were given.
 
     Raises:
-        ConfigError: there is something else among them, or nothing at all though the model has something to train.
+        ConfigError: there is something else among them.
     """
     if given is None:
         return None
     one = isinstance(given, (Tensor, dict)) or not isinstance(given, Iterable)  # the latter: such as model.parameters
     found = [given] if one else list(given)
-    if not found and any(parameter.requires_grad for parameter in model.parameters()):
-        hint = "a generator gives its parameters once: make a list of it, or leave model_parameters out"
-        raise ConfigError("initialize: model_parameters holds no parameter", hint)
     for item in found:
         held = item.get("params", item) if isinstance(item, dict) else item
         for member in held if isinstance(held, list) else [held]:
@@ -72,6 +69,17 @@ def listed_parameters(given: Iterable[Any] | None, model: nn.Module) -> list[Any
                 hint = "give parameters, (name, parameter) pairs, or dicts with `params`"
                 raise ConfigError(f"initialize: model_parameters holds something of type {type(value).__name__}", hint)
     return found
+
+
+def refuse_nothing(given: Sequence[Any] | None, model: nn.Module) -> None:
+    """Refuse `model_parameters` that an optimizer is to be made of, and that hold nothing.
+
+    Raises:
+        ConfigError: they do not, though the model has something to train.
+    """
+    if given is not None and not given and any(parameter.requires_grad for parameter in model.parameters()):
+        hint = "a generator gives its parameters once: make a list of it, or leave model_parameters out"
+        raise ConfigError("initialize: model_parameters holds no parameter", hint)
 
 
 def config_source(args: Any, config: Any) -> Any:

@@ -15,6 +15,7 @@ from zrun_runtime.call import (
     config_source,
     listed_parameters,
     refuse_model_parallelism,
+    refuse_nothing,
     refuse_other_kinds,
 )
 from zrun_runtime.config import load_config
@@ -94,15 +95,16 @@ def test_functions_lists_and_iterators_are_of_the_right_kind() -> None:
 
 def test_parameters_in_every_form_are_listed() -> None:
     model = nn.Linear(1, 1)
-    assert listed_parameters(None, model) is None
+    assert listed_parameters(None) is None
     for given in (model.parameters(), model.named_parameters(), [{"params": model.parameters()}], [{"params": []}]):
-        assert listed_parameters(given, model)
-    assert listed_parameters(model.weight, model) is not None
+        assert listed_parameters(given)
+    assert listed_parameters(model.weight) is not None
     used_up = model.parameters()
     list(used_up)
     with pytest.raises(ConfigError, match="holds no parameter\n  -> a generator gives"):
-        listed_parameters(used_up, model)
+        refuse_nothing(listed_parameters(used_up), model)
+    refuse_nothing([], nn.Identity())
     for wrong in (["weight"], [{"params": ["weight"]}], [3], model.state_dict(), model.parameters, 3):
         with pytest.raises(ConfigError, match="of type"):
-            listed_parameters(wrong, model)
-    assert listed_parameters([], nn.Identity()) == []
+            listed_parameters(wrong)
+    assert listed_parameters([]) == []

@@ -60,17 +60,15 @@ class FlatGroup(ScriptsWrite):
         self.plan = plan
         self.weights: MasterWeights | None = None
         if spec.optimizer_group is not None:
-            self.weights = MasterWeights(self.owned, self.own if self.owned is self.shard else self.full, plan)
+            values = self.own if self.owned is self.shard else self.full
+            self.weights = MasterWeights(self.owned, values, plan, self.comes_and_goes)
         self.ticket = collectives.register(f"a gather of {spec.label}")
         collectives.register(f"a reduction of {spec.label}")
         collectives.register(f"the edits of {spec.label} in a gathering")
         self.residence = Residence.UNSHARDED
         self.frozen = False  # has master weights and state, but is left out of steps for now
         self._pending = Pending()
-        self._places = [
-            (offset * first.element_size(), view.stride())
-            for offset, view in zip(self.layout.offsets, self.views, strict=True)
-        ]
+        self._places = [(0, int(view.storage_offset()), view.stride()) for view in self.views]
         self._versions = [p._version for p in spec.parameters]
         if self.comes_and_goes:
             for parameter, name, view in zip(spec.parameters, spec.names, self.views, strict=True):
@@ -223,6 +221,12 @@ class FlatGroup(ScriptsWrite):
         own = self.home.bring(self.own)
         courier.join(device)
         return self.collectives.all_gather(self.full, own, self.ticket)
+
+    def mark(self, edited: bool) -> None:
+        """The model sees what the master weights say. edited: since the last time those had to follow."""
+        if self.weights is not None:
+            ours = 2 + 2 * len(self.views)  # the buffer and our slice; each parameter and its view
+            self.weights.mark(ours, edited)
 
     def store(self, source: int | None = None) -> None:
         """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.

@@ -140,6 +140,7 @@ class ShardedOptimizer:
             for slot, values in stream(slots, homes.ahead):
                 group = groups[slot.store]
                 if slot.start == 0:
+                    weights_of(group).inspect()
                     group_opened = opened.enter_context(ExitStack())
                     group_opened.enter_context(shown(group, changed=True, fresh=homes.updates_all(group)))
                 if self._update(group, slot, values, reduced(group), scale):
@@ -147,9 +148,10 @@ class ShardedOptimizer:
                 if slot.is_last:
                     group_opened.close()
                     weights_of(group).behind = False
-                    published.append(group.publish())
-            for pending in published:
+                    published.append((group, group.publish()))
+            for group, pending in published:
                 pending.wait()
+                group.mark(group in edited)
         return list(edited)
 
     @contextmanager

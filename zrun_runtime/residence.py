@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_runtime.errors import ParameterError
+from zrun_runtime.marks import memory_of
 
 
 class Residence(Enum):
@@ -38,7 +39,7 @@ class ScriptsWrite:
     residence: Residence
     full: Tensor
     views: list[Tensor]
-    _places: list[tuple[int, tuple[int, ...]]]
+    _places: list[tuple[int, int, tuple[int, ...]]]
     _versions: list[int]
 
     def touched(self) -> bool:
@@ -54,8 +55,8 @@ class ScriptsWrite:
 
     def _in_place(self) -> bool:
         """Every parameter is where its view is. (Cheaper than `is_set_to`.)"""
-        base = self.full.data_ptr()
-        return [(p.data_ptr() - base, p.stride()) for p in self.spec.parameters] == self._places
+        base = memory_of(self.full)
+        return [(memory_of(p) - base, p.storage_offset(), p.stride()) for p in self.spec.parameters] == self._places
 
     def take_back(self) -> bool:
         """Put parameters that were given other memory back into their place, with their values; were there any?

@@ -125,6 +125,7 @@ class StateHomes:
         master, store = master_of(group), self.stores[group]
         entries = self.optimizer.state.get(master, {})
         moments = {key: value for key, value in entries.items() if is_sized(value, master.numel())}
+        weights_of(group).inspect()
         with shown(group, changed=False):
             if not weights_of(group).elsewhere:
                 weights_of(group).catch_up(master.detach(), 0)

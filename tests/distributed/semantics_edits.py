@@ -147,6 +147,20 @@ def _flip(model: nn.Module, step: int) -> None:
     model.stem.weight.data.copy_(model.stem.weight.data.flip(0).clone())
 
 
+def _kept_data(model: nn.Module, step: int) -> None:
+    """Through a tensor that was taken once and is kept."""
+    if step == 1:
+        vars(model)["kept"] = model.stem.weight.data
+    model.kept.mul_(0.75)
+
+
+def _kept_elsewhere(model: nn.Module, step: int) -> None:
+    """Through another library's tensor in the same memory, of which torch knows nothing."""
+    if step == 1:
+        vars(model)["kept"] = torch.from_dlpack(model.stem.weight.detach())
+    model.kept.copy_(model.kept.flip(0))
+
+
 EDITS: dict[str, Callable[[Any, int], None]] = {
     "to and back": _cast_and_back,
     "to(device)": lambda model, step: model.to("cpu") and None,
@@ -165,6 +179,7 @@ EDITS: dict[str, Callable[[Any, int], None]] = {
     "tie": _tie,
     "permutation": _flip,
 }
+KEPT = {"kept data": _kept_data, "kept elsewhere": _kept_elsewhere}  # over several steps, so not at stage 3
 
 
 def edited_truth(edit: str, recipe: Recipe, world: int) -> tuple[dict[str, Tensor], list[float]]:
@@ -175,7 +190,7 @@ def edited_truth(edit: str, recipe: Recipe, world: int) -> tuple[dict[str, Tenso
         gradients = reference._gradients(step)
         reference._update(gradients, 0.0)
         if step in (1, 2):
-            EDITS[edit](reference.model, step)
+            (EDITS | KEPT)[edit](reference.model, step)
             reference.buffers = [{k: b.clone() for k, b in reference.model.named_buffers()} for _ in range(world)]
             for name, optimizer in reference.optimizers.items():
                 now = named[name].detach()
@@ -197,7 +212,7 @@ def edited(rank: int, world: int, *, edit: str, stage: int, recipe: Recipe) -> t
         engine.step()
         if step in (1, 2):
             with GatheredParameters(list(engine.module.parameters())) if stage == 3 else nullcontext():
-                EDITS[edit](engine.module, step)
+                (EDITS | KEPT)[edit](engine.module, step)
     left = {id(p) for p in engine.module.parameters()}
     found = {n: zrun_runtime.safe_get_full_fp32_param(p).clone() for n, p in named.items() if id(p) in left}
     return found, run.losses

@@ -40,8 +40,13 @@ def edited_truth(edit: str, recipe: Recipe, world: int) -> Any:
     return semantics_edits.edited_truth(edit, recipe, world)
 
 
-@pytest.mark.parametrize(("stage", "dtype", "size"), SOME)
-@pytest.mark.parametrize("edit", semantics_edits.EDITS)
+@pytest.mark.parametrize(
+    ("edit", "stage", "dtype", "size"),
+    [
+        *((edit, *some) for edit in semantics_edits.EDITS for some in SOME),
+        *product(semantics_edits.KEPT, (2,), ("bf16",), (2,)),
+    ],
+)
 def test_edits_are_followed(edit: str, stage: int, dtype: str, size: int, world: Worlds) -> None:
     recipe = Recipe(dtype=DTYPES[dtype])
     wanted, losses = edited_truth(edit, recipe, size)

@@ -28,6 +28,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"  # peers.sh makes it
 # What an outer launcher may have set, in the beginnings of its names.
 _LAUNCHER_PREFIXES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "MASTER_", "CROSS_", "ROLE_", "ZRUN_", "TORCHELASTIC_")
 

@@ -20,13 +20,24 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from common import ROOT, BenchmarkError, Promise, Report, machine, main, parser, progress, run_ranks, table, words
+from common import (
+    PEERS_PYTHON,
+    BenchmarkError,
+    Promise,
+    Report,
+    machine,
+    main,
+    parser,
+    progress,
+    run_ranks,
+    table,
+    words,
+)
 from implementations import IMPLEMENTATIONS, Trainer, build, load
 from model import GPT, SIZES, count, token_batches, token_loss
 
 DEFAULT = "ddp,ddp_zero,fsdp2_keep,fsdp2,plain,zrun0,zrun1,zrun2,zrun3"
 SHORT = ["--size", "33m", "--impl", "ddp,fsdp2,zrun0,zrun1,zrun2,zrun3", "--sweeps", "3", "--steps", "4"]
-PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 LOSS_TOLERANCE = 2e-5
 # (implementation, peer, wall time at most this many times the peer's)
 BARS = (("zrun1", "ddp", 0.95), ("zrun2", "ddp", 0.95), ("zrun3", "ddp", 1.10), ("zrun3", "fsdp2", 0.65))

@@ -110,6 +110,7 @@ LEVELS = {
     "zrun_runtime.group_state": 3.9,
     "zrun_runtime.state_homes": 3.95,
     "zrun_runtime.marks": 0.1,
+    "zrun_runtime.fused": 1.0,
     "zrun_runtime.master": 2.5,
     "zrun_runtime.shards": 2.5,
     "zrun_runtime.residence": 2.5,

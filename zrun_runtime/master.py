@@ -17,9 +17,9 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
+from zrun_runtime.marks import WriteMark, memory_of
 from zrun_runtime.plan import StatePlan, TierKind
 from zrun_runtime.tiers.host import Courier, host_empty, is_host
-from zrun_runtime.marks import WriteMark, memory_of
 
 _EXACT = (torch.float32, torch.float64)
 _PIECE = 2**18  # elements that are rounded and compared at a time

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from zrun_runtime.errors import ConfigError, EngineError, ParameterError
 from zrun_runtime.flat_group import FlatGroup
+from zrun_runtime.fused import StripAdam, steps_like_adam
 from zrun_runtime.group_state import FlatRatios, GroupState, is_sized, shard_state
 from zrun_runtime.optimizers import OWN, Lamb, require_elementwise
 from zrun_runtime.state_homes import MASTER, StateHomes, master_of, number_of, shown, weights_of
@@ -90,6 +91,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.homes = StateHomes(optimizer, offload)
         self.groups: list[FlatGroup] = []
+        self._like_adam = steps_like_adam(optimizer)
         self._strip: Tensor | None = None  # (most elements of a strip,) master dtype: a gradient on its way
         self.adopt(groups)
         if _refuse_direct_step not in optimizer._optimizer_step_pre_hooks.values():
@@ -180,17 +182,23 @@ class ShardedOptimizer:
         weights, master = weights_of(group), self.homes.master_tile(group, slot, values)
         scalars, size = self.homes.scalars(group), self.homes.strip(group)
         before = [name for name in values if name != MASTER]  # what is new in one strip is new in every other
+        options, kernel = self.optimizer.param_groups[number_of(group)], None
+        if self._like_adam and StripAdam.fits(options, scalars, before):
+            kernel = StripAdam(options, scalars["step"], scale)
         left: dict[str, Any] = {}
         edited = False
         for start in range(0, slot.numel, size):
             piece, first = master[start : start + size], slot.start + start
             part = grad[first : first + piece.numel()]
             edited |= weights.catch_up(piece, first)
+            part_of = {name: values[name][start : start + size] for name in before}
             if piece.numel() == slot.store.numel and isinstance(slot.store, MemoryStore):
                 self._update_whole(group, part, scale)
+            elif kernel is not None:
+                kernel(piece, part_of, *self._scaled(part, piece, scale))
+                left = kernel.scalars
             else:
                 parameter = nn.Parameter(piece)
-                part_of = {name: values[name][start : start + size] for name in before}
                 self.optimizer.state[parameter] = {**_copies_of(scalars), **part_of}
                 self._run(group, parameter, *self._scaled(part, piece, scale))
                 left = self._keep(slot, values, start, parameter)

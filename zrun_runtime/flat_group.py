@@ -222,12 +222,6 @@ class FlatGroup(ScriptsWrite):
         courier.join(device)
         return self.collectives.all_gather(self.full, own, self.ticket)
 
-    def mark(self, edited: bool) -> None:
-        """The model sees what the master weights say. edited: since the last time those had to follow."""
-        if self.weights is not None:
-            ours = 2 + 2 * len(self.views)  # the buffer and our slice; each parameter and its view
-            self.weights.mark(ours, edited)
-
     def store(self, source: int | None = None) -> None:
         """Take edits of the full values into shard and master. What was not edited keeps the digits of its master.
 

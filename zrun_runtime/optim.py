@@ -153,7 +153,7 @@ class ShardedOptimizer:
                     published.append((group, group.publish()))
             for group, pending in published:
                 pending.wait()
-                group.mark(group in edited)
+                weights_of(group).mark(group.holders, group in edited)
         return list(edited)
 
     @contextmanager

@@ -42,6 +42,11 @@ class ScriptsWrite:
     _places: list[tuple[int, int, tuple[int, ...]]]
     _versions: list[int]
 
+    @property
+    def holders(self) -> int:
+        """How many tensors of ours are in the memory of the values: the buffer, our slice, parameters and views."""
+        return 2 + 2 * len(self.views)
+
     def touched(self) -> bool:
         """A parameter was written into since its values were shown last; not seen: writing into `p.data`."""
         return [p._version for p in self.spec.parameters] != self._versions

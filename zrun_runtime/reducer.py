@@ -241,8 +241,10 @@ class GradReducer:
             grads.square_sum if grads.square_sum is not None else square_sum(self.own_slice(grads))
             for grads in self.order
         ]
-        device = self.collectives.world.device
-        return torch.stack([one.to(device) for one in sums]).sum() if sums else torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.collectives.world.device)
+        for place in dict.fromkeys(one.device for one in sums):  # one copy to the device for all that are on the host
+            total = total + torch.stack([one for one in sums if one.device == place]).sum().to(total.device)
+        return total
 
     # ---- the end of a backward, and of a step
 

@@ -226,9 +226,11 @@ class ZeroModel:
         square_sum = self.reducer.square_sum()
         loss_sum = sum((loss.reshape(()).to(square_sum) for loss in losses), torch.zeros_like(square_sum))
         flags = self.edits.flags(self.groups)
-        told = [square_sum, loss_sum, *(flag.to(square_sum) for flag in flags.values())]
+        far = [group for group, flag in flags.items() if flag.device == square_sum.device]  # to be read with the norm
+        told = [square_sum, loss_sum, *(flags[group].to(square_sum) for group in far)]
         mine = self.collectives.read(torch.stack(told))
-        self.edits.take([group for group, edited in zip(flags, mine[2:], strict=True) if edited])
+        said = dict(zip(far, mine[2:], strict=True))
+        self.edits.take([group for group, flag in flags.items() if said.get(group, flag)])
         heard = self.collectives.exchange(self.ticket, (*mine[:2], len(losses), frozen, options)).wait()
         _require_same(heard[:, 3], self.collectives.world.rank, *_FROZEN_ALIKE)
         _require_same(heard[:, 4], self.collectives.world.rank, *_OPTIONS_ALIKE)

@@ -89,6 +89,13 @@ class ModelHooks:
         self.holder.expected.calls.clear()
         self.holder.reset()
 
+    @property
+    def gone(self) -> bool:
+        """Somebody else took them off the model."""
+        return any(
+            held is None or handle.id not in held for handle in self._handles for held in [handle.hooks_dict_ref()]
+        )
+
     def remove(self) -> None:
         """Take every hook off the model."""
         for handle in self._handles:

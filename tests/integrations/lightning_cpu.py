@@ -71,6 +71,10 @@ class Module(lightning.LightningModule):
         features, classes = batch
         self.log("validation", nn.functional.cross_entropy(self.net(features), classes), sync_dist=True)
 
+    def test_step(self, batch, index):
+        features, classes = batch
+        self.log("tested", nn.functional.cross_entropy(self.net(features), classes), sync_dist=True)
+
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.rate(optimizer), "interval": "step"}}
@@ -99,11 +103,13 @@ def fit(directory, stage, accumulation, make, data, rate):
     first, module = trainer(8 // accumulation), Module(make, rate, accumulation if stage is None else 1)
     first.fit(module, loader, loader)
     first.save_checkpoint(directory / "kept")
+    validation = float(first.callback_metrics["validation"])
     ended, again = trainer(8 // accumulation), Module(make, rate)
     ended.fit(again, loader, loader, ckpt_path=str(directory / "kept"))  # is at its end: nothing is trained
     return {
         "losses": module.losses,
-        "validation": float(first.callback_metrics["validation"]),
+        "validation": validation,
+        "tested": first.test(module, loader, verbose=False)[0]["tested"],
         "world": first.world_size,
         "steps": [first.global_step, ended.global_step, len(again.losses)],
     }

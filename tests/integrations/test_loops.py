@@ -118,6 +118,7 @@ def test_lightning(stage: int, lightning: Any) -> None:
     assert same(mine["losses"], lightning[case("lightning")]["losses"])
     assert mine["world"] == 2 and mine["steps"] == [8, 8, 0]
     assert abs(mine["validation"] - lightning[case("lightning")]["validation"]) <= 1e-5
+    assert abs(mine["validation"] - mine["tested"]) <= 1e-5, "an engine over the same model, which trains nothing"
 
 
 @pytest.mark.parametrize("stage", (2, 3))

@@ -14,6 +14,8 @@ import zrun_runtime
 from zrun_runtime.integrations.comm import check_accelerate, init_distributed
 from zrun_runtime.integrations.logs import log_dist
 from zrun_runtime.integrations.optimizers import ParameterOffload
+from zrun_runtime.ownership import home_of
+from zrun_runtime.zero_model import ZeroModel
 
 
 def initialize(
@@ -39,6 +41,8 @@ def initialize(
     log_dist(f"DeepSpeed info: version={zrun_runtime.__version__} of zrun", ranks=[0])
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_accelerate()
+    if isinstance(model, nn.Module):
+        _put_hooks_back(model)
     built = zrun_runtime.initialize(
         args=args,
         model=model,
@@ -58,6 +62,13 @@ def initialize(
     if stepped is not None and engine.zero_optimization_partition_weights():
         vars(stepped)["parameter_offload"] = ParameterOffload()
     return built
+
+
+def _put_hooks_back(model: nn.Module) -> None:
+    """Lightning takes every hook off a trained model before it is initialized once more, to be tested."""
+    for home in {home_of(parameter) for parameter in model.parameters()} - {None}:
+        if isinstance(home, ZeroModel) and home.hooks.gone:
+            home.relay(home.groups, home.reducer.order)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -31,6 +31,7 @@ _LIBRARIES = tuple(
     }
 )
 _WRAPPERS = ("measured",)  # of stopwatch.py, around what a script calls
+_WAITS, _ENDED = "waits for other ranks at", "ended"  # the beginnings of texts
 _TABLE_LINES = 12
 _TEXT_CHARS = 300
 
@@ -47,6 +48,16 @@ class Position:
     step: int
     text: str
     since: float
+
+    @property
+    def waits(self) -> bool:
+        """It is inside an operation, and other ranks are not."""
+        return self.text.startswith(_WAITS)
+
+    @property
+    def is_last(self) -> bool:
+        """It was said at the end of the process."""
+        return self.text.startswith(_ENDED)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -65,7 +76,7 @@ def position_text(frame: FrameType | None, awaited: str, name_of: Callable[[Any]
     """
     place = script_place(frame)
     if awaited:
-        return f"waits for other ranks at {awaited}{place}"
+        return f"{_WAITS} {awaited}{place}"
     call, module = _calls(frame)
     inside = f"in {call}()" if call else "outside the engine"
     return f"{inside}{f', in {name_of(module)}' if module is not None else ''}{place}"
@@ -97,7 +108,7 @@ def _calls(frame: FrameType | None) -> tuple[str, Any]:
 def end_text() -> str:
     """How this process ends, as far as its interpreter knows."""
     error = getattr(sys, "last_value", None)
-    return f"ended with {type(error).__name__}: {error}"[:_TEXT_CHARS] if error is not None else "ended"
+    return f"{_ENDED} with {type(error).__name__}: {error}"[:_TEXT_CHARS] if error is not None else _ENDED
 
 
 def table(positions: Sequence[Position | None], now: float) -> list[str]:

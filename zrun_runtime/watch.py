@@ -11,8 +11,10 @@ time-out, because the time-out of NCCL ends the process, with a message that nam
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
+import os
 import queue
 import re
 import sys
@@ -20,7 +22,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -58,6 +59,7 @@ class Watch:
         self._since = time.time()  # this rank is where it is, to a second
         self._models: list[weakref.ref[nn.Module]] = []
         self._posts = _Posts(world)
+        self._process = os.getpid()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if world.size > 1 and not world.imagined and world.data is not None:
@@ -69,7 +71,7 @@ class Watch:
         """Modules of it are called by their names in it."""
         self._models = [known for known in self._models if known() is not None] + [weakref.ref(model)]
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Inside, this rank waits for others in the operation `what`.
 
@@ -106,7 +108,7 @@ class Watch:
             return [f"{ranks_text([self.world.rank])}: {mine.text}", "no word of the other ranks"]
         positions[self.world.rank] = mine
         last = positions[awaited] if awaited is not None else None
-        if awaited is not None and last is not None and how == "gone" and not last.text.startswith("ended"):
+        if awaited is not None and last is not None and how == "gone" and not last.is_last:
             positions[awaited] = dataclasses.replace(last, text=f"gone; last seen: {last.text}")
         return table(positions, time.time())
 
@@ -141,13 +143,15 @@ class Watch:
     def _tell(self, seconds: float) -> None:
         """Say who waits for whom. The first of those that wait does so for all."""
         positions = self._posts.read()
-        waiting = [rank for rank, one in enumerate(positions) if one is not None and one.text.startswith("waits")]
+        waiting = [rank for rank, one in enumerate(positions) if one is not None and one.waits]
         if positions and self.world.rank == min(waiting, default=-1):
             text = f"rank {self.world.rank} has waited {seconds:.0f} s for other ranks at {self._awaited}"
             notice("warning", "\n    ".join([text, *table(positions, time.time())]), self.world.rank, from_watch=True)
 
     def _end(self) -> None:
-        """At the end of the process: say how it ends, while that can still be said."""
+        """At the end of the process: say how it ends, while that can still be said. A fork of it has nothing to say."""
+        if os.getpid() != self._process:
+            return
         self._ended.set()
         self._posts.wake()
         if self._thread is not None:
@@ -235,17 +239,18 @@ class _Posts:
         """The store is open and its server lives: asking one that is gone makes torch write a page to stderr."""
         if not self._opened:
             self._opened = True
-            store: Any = _get_default_store()
-            self._store = store.clone()  # a connection of its own: nobody else's wait holds it up
-            while hasattr(store, "underlying_store"):
-                store = store.underlying_store
-            self._port = getattr(store, "port", None)
-        if self._store is not None and self._port is not None and _hung_up(self._port):
+            with contextlib.suppress(RuntimeError, ValueError):  # the process group was destroyed meanwhile
+                store: Any = _get_default_store()
+                self._store = store.clone()  # a connection of its own: nobody else's wait holds it up
+                while hasattr(store, "underlying_store"):
+                    store = store.underlying_store
+                self._port = getattr(store, "port", None)
+        if self._store is not None and self._port is not None and hung_up(self._port):
             self._store = None
         return self._store is not None
 
 
-def _hung_up(port: int) -> bool:
+def hung_up(port: int) -> bool:
     """A server that this process is connected to, at this port, has closed the connection."""
     connections = psutil.Process().net_connections("tcp")
     return any(c.status == psutil.CONN_CLOSE_WAIT and c.raddr and c.raddr.port == port for c in connections)

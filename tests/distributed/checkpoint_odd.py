@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,13 +306,13 @@ def on_a_network_disk(rank: int, world: int, *, directory: str, background: bool
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 
 
-def _engine(
+def _engine(  # groups: 2 are those of one dimension and the others; other numbers, and -2, deal them out
     kind: str = "AdamW", model: nn.Module | None = None, groups: int = 2, scheduler: Any = WARMUP, **config: Any
 ) -> Any:
     torch.manual_seed(8)
     model = model if model is not None else SmallNet()
     trained = [p for p in model.parameters() if p.requires_grad]
-    cut = [trained[i::groups] for i in range(groups)] if groups != 2 else None
+    cut = [trained[i :: abs(groups)] for i in range(abs(groups))] if groups != 2 else None
     lists = cut or [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]]
     settings = config_of(1, **config)
     settings["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
@@ -343,7 +344,7 @@ class Larger(SmallNet):
         self.extra = nn.Linear(3, 3)
 
 
-def other_engines(rank: int, world: int, *, directory: str) -> dict[str, Any]:
+def other_engines(rank: int, world: int, *, directory: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What an engine that is not like the one that saved gets, or is told; after an error it is as it was."""
     source = _engine()
     train(source, 0, 2)
@@ -354,10 +355,13 @@ def other_engines(rank: int, world: int, *, directory: str) -> dict[str, Any]:
     frozen = _engine()
     frozen.save_checkpoint(directory, tag="trained", save_latest=False, exclude_frozen_parameters=True)
     found: dict[str, Any] = {}
+    told: dict[str, str] = {}
 
     def attempt(what: str, engine: Any, **how: Any) -> None:
-        before = mark_of(engine)
-        said = said_by(lambda: engine.load_checkpoint(directory, **how))
+        before, text = mark_of(engine), io.StringIO()
+        with redirect_stderr(text):
+            said = said_by(lambda: engine.load_checkpoint(directory, **how))
+        told[what] = text.getvalue()
         after = mark_of(engine)
         loaded = after["masters"] == wanted["masters"], after["moments"] == wanted["moments"]
         found[what] = said, after == before, loaded
@@ -369,6 +373,7 @@ def other_engines(rank: int, world: int, *, directory: str) -> dict[str, Any]:
     attempt("SGD weights", _engine("SGD"), load_optimizer_states=False)
     attempt("three groups", _engine(groups=3))
     attempt("one group", _engine(groups=1))
+    attempt("groups changed", _engine(groups=-2))
     attempt("fp16", _engine(dtype="fp16"))
     attempt("bf16 module", _engine(dtype="bf16"), load_module_only=True)
     attempt("renamed", _engine(model=Renamed()))
@@ -376,6 +381,8 @@ def other_engines(rank: int, world: int, *, directory: str) -> dict[str, Any]:
     attempt("more were saved", _engine(), tag="larger")
     attempt("more were saved, lax", _engine(), tag="larger", load_module_strict=False)
     attempt("without frozen ones", _engine(), tag="trained")
+    everything = SmallNet().requires_grad_(True)
+    attempt("more is trained", _engine(model=everything))
     attempt("no schedule here", _engine(scheduler=None))
     attempt("another schedule", _engine(scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": 20}}))
-    return found
+    return found, told

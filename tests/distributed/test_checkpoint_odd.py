@@ -20,6 +20,7 @@ OTHERS = {
     "SGD weights": ("", (True, False)),
     "three groups": ("", (True, True)),
     "one group": ("", (True, True)),
+    "groups changed": ("", (True, True)),
     "fp16": ("", (True, True)),
     "bf16 module": ("", (True, False)),
     "renamed": ("not in the checkpoint: convolution.bias, convolution.weight; not in the model: conv.bias", None),
@@ -27,8 +28,19 @@ OTHERS = {
     "more were saved": ("not in the model: extra.bias, extra.weight", None),
     "more were saved, lax": ("", None),
     "without frozen ones": ("", None),
+    "more is trained": ("", None),
     "no schedule here": ("", (True, True)),
     "another schedule": ("a WarmupLR, and this engine has a WarmupCosineLR", None),
+}
+
+# What rank 0 is told beside.
+TOLD = {
+    "renamed, lax": "these stay as they are: not in the checkpoint: convolution.bias, convolution.weight",
+    "more were saved, lax": "not in the model: extra.bias, extra.weight",
+    "three groups": "2 optimizer groups were saved, here are 3",
+    "groups changed": "were in another optimizer group",
+    "more is trained": "optimizer state begins at zero: blocks.0",
+    "no schedule here": "",
 }
 
 
@@ -77,7 +89,10 @@ def test_load_returns_when_all_have_read(world: Worlds, tmp_path: Path) -> None:
 
 
 def test_engines_that_are_not_like_the_one_that_saved(world: Worlds, tmp_path: Path) -> None:
-    for found in world(2).run(odd.other_engines, directory=str(tmp_path)):
+    ranks = world(2).run(odd.other_engines, directory=str(tmp_path))
+    for what, text in TOLD.items():
+        assert text in ranks[0][1][what], what
+    for found, _ in ranks:
         assert found.keys() == OTHERS.keys()
         for what, (said, untouched, loaded) in found.items():
             wanted, right = OTHERS[what]

@@ -75,6 +75,14 @@ class Restorer:
         self._check_schedule()
         self._decode()
         optimizer = optimizer_of(self.trainer)
+        fresh = [
+            name
+            for flat in self.trainer.zero.groups
+            for name in map(canonical, flat.spec.names)
+            if flat.master is not None and (held := self.index.find(name)) is not None and not held.trained
+        ]
+        if fresh and self.wanted.moments:
+            self._say(f"were not trained when it was saved, so their optimizer state begins at zero: {_some(fresh)}")
         saved = self.state.get("optimizer")
         if self.wanted.moments and optimizer is not None and saved is not None:
             now = type(optimizer).__name__

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import click
 
 import zrun
-from zrun.cluster_options import cluster_options
+from zrun.cluster_options import cluster_options, not_empty
 from zrun.console import make_console
 from zrun.console.only import OnlyRanks, read_ranks
 from zrun.console.record import Recorded
@@ -79,6 +79,7 @@ class Workers(click.IntRange):
     "--hostfile",
     "-H",
     default="",
+    callback=not_empty,
     metavar="FILE",
     help=f"The machines, `NAME slots=N` a line. Default: {DEFAULT_HOSTFILE}, a Slurm allocation, or this machine.",
 )
@@ -102,7 +103,9 @@ class Workers(click.IntRange):
     help="How ranks exchange data. gloo without --device means the CPU.",
 )
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="What to train on.")
-@click.option("--master_addr", default="", metavar="ADDR", help="Where rank 0 listens. Default: chosen.")
+@click.option(
+    "--master_addr", default="", callback=not_empty, metavar="ADDR", help="Where rank 0 listens. Default: chosen."
+)
 @click.option("--master_port", type=click.IntRange(1, 65535), metavar="PORT", help="Default: a free one.")
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is a module, run with python -m.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program, run without Python.")
@@ -123,6 +126,7 @@ class Workers(click.IntRange):
 @click.option(
     "--log_dir",
     default="",
+    callback=not_empty,
     metavar="DIR",
     help="Keep the output in DIR/rank-R/stdout and stderr, and here all in merged.log, and events.jsonl. "
     "Default: a temporary directory, kept on failure.",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
+
+from zrun.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -56,6 +58,18 @@ _OPTIONS = (
         help="When all ranks are silent for so long, show where each of them is and fail.",
     ),
 )
+
+
+def not_empty(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """The value, unless the command line says nothing where something has to stand.
+
+    Raises:
+        UsageError: most often a variable that is not set: without its hostfile a job would run here alone.
+    """
+    said = context.get_parameter_source(option.name or "") is click.core.ParameterSource.COMMANDLINE
+    if said and value == "":
+        raise UsageError(f"--{option.name} is empty", "is it a variable that is not set?")
+    return value
 
 
 def cluster_options(command: F) -> F:

@@ -125,6 +125,8 @@ def kill(job: str, no_wait: bool) -> int:
 
     JOB is an id that `zrun ps` shows, or the beginning of one.
     """
+    if not job:
+        raise UsageError("the id of the job is empty", "is it a variable that is not set? zrun ps lists the jobs")
     found = [entry for entry in running(directory(os.environ)) if entry.job_id.startswith(job)]
     if len(found) != 1:
         what = f"there is no job {job}" if not found else f"{job} begins the ids of {len(found)} jobs"

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from zrun import cli, tools
 from zrun.foreign import INSTEAD
+from zrun.registry import directory, registered
 from zrun.settings import LaunchConfig
 
 
@@ -108,6 +109,9 @@ def test_whatever_follows_the_script_is_the_scripts(read):
         (["--num_gpus", "two", "x"], "two"),
         (["--num_gpus", "9" * 30, "x"], "1<=x<=1024"),
         (["--num_gpus"], "num_gpus"),
+        (["--hostfile", "", "x"], "--hostfile is empty"),
+        (["--log-dir=", "x"], "--log_dir is empty"),
+        (["doctor", "--master_addr", ""], "--master_addr is empty"),
         (["--nproc_per_node=auto", "x"], "leave it out"),
         (["--numgpus", "2", "x"], "--num_gpus"),
         (["--backend", "mpi", "x"], "mpi"),
@@ -263,3 +267,10 @@ def test_a_directory_that_is_gone(offer, monkeypatch, tmp_path, capsys, words):
         cli.main(list(words))
     assert end.value.code == 2
     assert "the current directory cannot be used" in capsys.readouterr().err
+
+
+def test_an_empty_id_ends_no_job(refuse, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with registered(directory({"XDG_RUNTIME_DIR": str(tmp_path)}), "abc", 1, ("a",), "x.py"):
+        assert "the id of the job is empty" in refuse("kill", "")
+        assert "there is no job x" in refuse("kill", "--no-wait", "x")

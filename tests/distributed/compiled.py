@@ -68,12 +68,14 @@ BEFORE: dict[str, Callable[..., None]] = {
 AFTER: dict[str, Callable[..., None]] = {"blocks": _blocks, "whole": _whole}
 
 
-def train_compiled(rank: int, world: int, *, stage: int, how: str, late: bool, dynamic: bool | None) -> dict[str, Any]:
+def train_compiled(
+    rank: int, world: int, *, stage: int, how: str, late: bool, dynamic: bool | None, backend: str
+) -> dict[str, Any]:
     """Three steps. What it said if it was refused, the weights without it, and how many graphs were compiled."""
     torch._dynamo.reset()
     scenario, recipe = Shapes(), Recipe(steps=3)
     model = build(scenario)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     options: dict[str, Any] = {"backend": counter, "fullgraph": True, "dynamic": dynamic}
     found: dict[str, Any] = {"said": "", "graphs": 0}
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -17,15 +18,18 @@ pytestmark = pytest.mark.slow
 ALL = [(how, False, None) for how in BEFORE] + [(how, True, None) for how in AFTER] + [("blocks", False, True)]
 SOME = [(0, "whole", True, None), (0, "ran", False, None), (1, "blocks", True, None), (1, "wrapped", False, None)]
 WAYS = [(stage, *way) for stage in (2, 3) for way in ALL] + SOME
+# The real one needs a C++ compiler, and seconds a graph; ZRUN_TEST_FULL=1 runs every stage through it.
+FULL = [(stage, *way, "inductor") for stage in range(4) for way in ALL] if os.environ.get("ZRUN_TEST_FULL") else []
 
 
-@pytest.mark.parametrize(("stage", "how", "late", "dynamic"), WAYS)
+@pytest.mark.parametrize(("stage", "how", "late", "dynamic", "backend"), [(*way, "aot_eager") for way in WAYS] + FULL)
 def test_compiled_parts_train_in_one_graph_each(
-    stage: int, how: str, late: bool, dynamic: bool | None, world: Callable[..., World]
+    stage: int, how: str, late: bool, dynamic: bool | None, backend: str, world: Callable[..., World]
 ) -> None:
     """fullgraph=True: a break is an error. Batches change their size at every step."""
     wanted = Reference(Shapes(), Recipe(steps=3), 2).train()
-    results = world(2).run(train_compiled, stage=stage, how=how, late=late, dynamic=dynamic)
+    case = {"stage": stage, "how": how, "late": late, "dynamic": dynamic, "backend": backend}
+    results = world(2).run(train_compiled, timeout=300, **case)
     for found, true in zip(results, wanted, strict=True):
         if stage == 3 and how in ("whole", "wrapped"):
             assert found["said"].startswith("EngineError: compile: the model is one region, and sharded parameters")

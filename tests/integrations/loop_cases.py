@@ -6,6 +6,7 @@ python loop_cases.py --out FILE CASE...
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
@@ -85,6 +86,35 @@ def classic(run, stage):
         "kinds": [isinstance(engine, deepspeed.DeepSpeedEngine), *(isinstance(optimizer, w) for w in wrappers)],
         "overflow": optimizer.overflow,
     }
+
+
+def tested(run):
+    """A trained model that is initialized once more, to be tested, as Lightning does: without any hook on it."""
+    import deepspeed
+
+    model = make()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine.backward(engine(FEATURES[:4]).sum())
+    engine.step()
+    engine.save_checkpoint(run.directory)
+    trained = engine(FEATURES[:4]).sum()
+    for module in model.modules():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            setattr(module, kind, OrderedDict())
+    again = deepspeed.initialize(model=model, model_parameters=[], config=config)[0]
+    found = {"same": float(again(FEATURES[:4]).sum()) == float(trained)}
+    try:
+        again.load_checkpoint(run.directory)
+    except RuntimeError as error:
+        found["error"] = str(error)
+    engine.load_checkpoint(run.directory)
+    return {**found, "loaded": float(again(FEATURES[:4]).sum()) == float(trained)}
 
 
 def optimizers(run):

@@ -22,6 +22,7 @@ CASES = [
     case("ddp", accumulation=2),
     case("unwrapped"),
     *(case("classic", stage=stage) for stage in STAGES),
+    case("tested"),
     case("optimizers"),
     *(case("asks", stage=stage) for stage in (2, 3)),
     *(case("accelerate", stage=stage) for stage in STAGES),
@@ -61,6 +62,12 @@ def test_the_classic_loop(stage: int, found: Any) -> None:
     assert same(mine["norms"], plain["norms"])
     assert mine["kinds"] == [True, stage == 3, True]
     assert mine["overflow"] is False
+
+
+def test_a_trained_model_is_initialized_once_more_to_be_tested(found: Any) -> None:
+    mine = found[case("tested")]
+    assert mine["same"] and mine["loaded"]
+    assert "another engine has 0.weight sharded" in mine["error"] and "load with that engine" in mine["error"]
 
 
 def test_optimizers_by_deepspeeds_names(found: Any) -> None:

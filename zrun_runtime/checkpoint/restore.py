@@ -28,6 +28,7 @@ from zrun_runtime.checkpoint.manifest import DTYPES, StoredGroup, StoredTensor
 from zrun_runtime.checkpoint.reader import CheckpointReader
 from zrun_runtime.flat_group import FlatGroup
 from zrun_runtime.optim import GroupState
+from zrun_runtime.ownership import home_of
 from zrun_runtime.telemetry import notice
 
 _SAME_STATE = frozenset({"Adam", "AdamW"})  # classes whose state means the same
@@ -72,6 +73,12 @@ class Restorer:
             CheckpointError: names, shapes, or the kind of optimizer differ.
         """
         self._check_names()
+        for name, parameter in self.trainer.module.named_parameters():
+            if home_of(parameter) not in (None, self.trainer.zero) and hasattr(parameter, "ds_id"):
+                raise CheckpointError(
+                    f"load_checkpoint: another engine has {name} sharded",
+                    "load with that engine, whose weights this one shares; or build the model anew",
+                )
         self._check_schedule()
         self._decode()
         optimizer = optimizer_of(self.trainer)

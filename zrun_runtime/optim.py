@@ -197,6 +197,7 @@ class ShardedOptimizer:
             elif kernel is not None:
                 kernel(piece, part_of, *self._scaled(part, piece, scale))
                 left = kernel.scalars
+                vars(self.optimizer)["_opt_called"] = True  # schedulers of torch ask whether it has stepped
             else:
                 parameter = nn.Parameter(piece)
                 self.optimizer.state[parameter] = {**_copies_of(scalars), **part_of}

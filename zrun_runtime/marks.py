@@ -9,11 +9,12 @@ nobody had such a pointer.
 Pointers taken before are not seen: those of numpy arrays and of other libraries. They hold the memory, so it is marked
 only while nobody does but us. Some kernels ask for such a pointer and only read (those of LSTM). Where that is found in
 two windows running the memory is not marked again: it would tell nothing, and torch does not stand two threads that
-take a mark away at the same moment.
+take a mark away at the same moment. A torch that lacks what this needs marks nothing, so everything is compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -21,8 +22,16 @@ from torch import Tensor
 
 _VAIN = 2  # windows running
 
-is_marked = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-memory_of = torch._C._data_address  # type: ignore[attr-defined]  # where it begins; data_ptr() would take the mark away
+_NAMES = "_is_cow_tensor", "_data_address", "_storage_Use_Count"  # of torch._C, none of them documented
+_CAN_MARK = hasattr(torch, "_lazy_clone") and all(hasattr(torch._C, name) for name in _NAMES)
+
+
+def _where(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# Where the memory of a tensor begins; asking for data_ptr() would take the mark away.
+memory_of: Callable[[Tensor], int] = torch._C._data_address if _CAN_MARK else _where  # type: ignore[attr-defined]
 
 
 class WriteMark:
@@ -38,6 +47,8 @@ class WriteMark:
         ours: how many tensors of ours are in that memory; if there are more, it is not marked.
         in_vain: it was touched since the last time, and nothing had changed.
         """
+        if not _CAN_MARK:
+            return
         if self._marked:
             self._vain = self._vain + 1 if in_vain else 0
         tensors = torch._C._storage_Use_Count(memory.untyped_storage()._cdata) - 1  # without the storage just made
@@ -49,4 +60,4 @@ class WriteMark:
 
     def untouched(self, memory: Tensor) -> bool:
         """Nobody has written into it. If not, perhaps nobody has either."""
-        return self._marked and bool(is_marked(memory))
+        return self._marked and bool(torch._C._is_cow_tensor(memory))  # type: ignore[attr-defined]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +138,13 @@ def test_weights_are_compared_only_where_somebody_may_have_written(
     assert not step()
     assert float((zrun_runtime.safe_get_full_fp32_param(model[0].weight) - 0.5).abs().max()) < 0.01
     engine.destroy()
+
+
+def test_a_torch_that_cannot_mark_compares_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_is_cow_tensor")
+    monkeypatch.delitem(sys.modules, "zrun_runtime.marks")
+    marks = importlib.import_module("zrun_runtime.marks")
+    memory, mark = torch.arange(8.0), marks.WriteMark()
+    mark.begin(memory, ours=1, in_vain=False)
+    assert not mark.untouched(memory)
+    assert marks.memory_of(memory[4:]) == memory.data_ptr()

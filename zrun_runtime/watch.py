@@ -36,6 +36,7 @@ from zrun_runtime.telemetry import notice, telemetry
 
 LOOK_SECONDS = 1.0
 PATIENCE = 60.0  # seconds of a wait that are worth a word, or half the group's time-out, if that is sooner
+_END_SECONDS = 10.0  # for the thread to come back from the store: Python aborts if one returns from torch at its end
 _ANSWER_SECONDS = 3.0  # for the store to answer; it is in the process of rank 0, which may hang
 _NOISE = re.compile(r"\[/[^\]]*\] |\. This is typically caused by.*", re.DOTALL)  # around what gloo has to say
 _numbers = itertools.count()
@@ -155,7 +156,7 @@ class Watch:
         self._ended.set()
         self._posts.wake()
         if self._thread is not None:
-            self._thread.join(LOOK_SECONDS)
+            self._thread.join(_END_SECONDS)
             if not self._thread.is_alive():
                 self._posts.say(Position(self.operation, self.step, end_text(), time.time()))
 

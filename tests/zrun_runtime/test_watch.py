@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,3 +43,28 @@ def test_a_server_that_is_gone_is_seen_without_asking_it() -> None:
             accepted.close()
             assert client.recv(1) == b""
             assert hung_up(port)
+
+
+SLOW_STORE = """
+import time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from zrun_runtime import watch
+from zrun_runtime.distributed import World
+slow = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=2))
+dist.init_process_group("gloo", store=slow, rank=0, world_size=1)
+def ask(posts, text):
+    try:
+        slow.get("what nobody says")
+    except dist.DistError:
+        pass
+watch._Posts._set = ask
+watch.Watch(World(0, 2, 0, torch.device("cpu"), "gloo", data=dist.group.WORLD))
+time.sleep(1.5)
+"""
+
+
+def test_a_program_that_ends_while_its_place_is_being_said_ends_well() -> None:
+    done = subprocess.run([sys.executable, "-c", SLOW_STORE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

@@ -228,3 +228,17 @@ def _announce(engine: Engine) -> None:
     if world.rank == 0:
         for line in short_report(config):
             notice("info", line)
+        _tell_of_unasked_types(engine)
+
+
+def _tell_of_unasked_types(engine: Engine) -> None:
+    """Parameters that came in 16 bits stay so; without a section of the config the loss of fp16 is not scaled."""
+    trained = {p.dtype for g in engine.zero.groups if g.master is not None for p in g.spec.parameters}
+    if engine.settings.precision != "fp32":
+        return
+    if torch.float16 in trained and engine.loss_scale() == 1.0:
+        text = "and the loss is not scaled, so small gradients vanish: enable the section fp16, or give it in fp32"
+        notice("warning", f"the model came in fp16, the config has no section for it: it is trained as it is, {text}")
+    elif torch.bfloat16 in trained:
+        text = "with fp32 master weights: enable the section bf16 to say so, or give it in fp32"
+        notice("info", f"the model came in bf16, the config has no section for it: it is trained as it is, {text}")

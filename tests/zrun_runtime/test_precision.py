@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+import zrun_runtime
 from zrun_runtime.config import Fp16Config, load_config
 from zrun_runtime.precision import DtypePolicy, LossScaleError, LossScaler, LossScaleSettings
 
@@ -154,3 +155,23 @@ def test_any_pattern_follows_the_rules(seed):
             return
         scaler = scaler.after(overflow)
         assert (scaler.scale, scaler.hysteresis_left) == (reference.scale, reference.left)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "words"),
+    [
+        (torch.float16, {}, "warning: the model came in fp16, the config has no section for it"),
+        (torch.bfloat16, {}, "info: the model came in bf16, the config has no section for it"),
+        (torch.float32, {}, ""),
+        (torch.float16, {"fp16": {"enabled": True}}, ""),
+    ],
+)
+def test_a_model_that_comes_in_16_bits_unasked_is_told(
+    dtype: torch.dtype, config: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2).to(dtype)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **config}
+    engine, *_ = zrun_runtime.initialize(model=model, config=config)
+    engine.destroy()
+    said = capsys.readouterr().err
+    assert words in said and ("came in" in said) is bool(words)

@@ -17,10 +17,15 @@ OTHERS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher around, and no group left behind."""
+    """No launcher around, and no group left behind, by other tests either."""
     for name in (*NAMES, *OTHERS):
         monkeypatch.delenv(name, raising=False)
+    _end_group()
     yield
+    _end_group()
+
+
+def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zrun_runtime.errors import ZeroRuntimeError
+from zrun_runtime.positions import ranks_text
 
 
 class CheckpointError(ZeroRuntimeError):
@@ -27,13 +28,8 @@ def raise_troubles(what: str, heard: Sequence[dict[str, Any]], key: str = "troub
         if one[key] is not None:
             troubles.setdefault(one[key], []).append(rank)
     if troubles:
-        told_by = "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in troubles.items())
+        told_by = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in troubles.items())
         raise CheckpointError(f"{what} failed on {told_by}")
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def by_value(values: Sequence[str]) -> str:
@@ -41,4 +37,4 @@ def by_value(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{value!r} on {rank_list(found)}" for value, found in ranks.items())
+    return "; ".join(f"{value!r} on {ranks_text(found)}" for value, found in ranks.items())

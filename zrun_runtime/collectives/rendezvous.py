@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zrun_runtime.distributed import World
 from zrun_runtime.errors import RanksDivergedError
+from zrun_runtime.positions import ranks_text
 
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two looks
 _MARGIN = 1.5  # rank 0 is waited for longer than it waits: its answer names who is missing
@@ -71,7 +72,7 @@ class Rendezvous:
             places.setdefault(one["at"], []).append(rank)
         if len(places) > 1:
             raise RanksDivergedError(
-                "ranks do different things: " + "; ".join(f"{_ranks(r)} at {at}" for at, r in places.items()),
+                "ranks do different things: " + "; ".join(f"{ranks_text(r)} at {at}" for at, r in places.items()),
                 "every rank must call it, at the same place of the program",
             )
         return [one["said"] for one in heard]
@@ -119,10 +120,6 @@ def _until(done: Callable[[], bool], timeout: float) -> bool:
 
 def _absent(what: str, missing: Sequence[int], timeout: float) -> RanksDivergedError:
     return RanksDivergedError(
-        f"{what}: {_ranks(missing)} did not come within {timeout:g} s",
+        f"{what}: {ranks_text(missing)} did not come within {timeout:g} s",
         f"{what} is for all ranks: call it on every rank, at the same place of the program",
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ from zrun.errors import HostLostError, ZrunError
 from zrun.events import AgentDone, AgentFailed, Event, RankPosition, WorkerExited, WorkerStarted
 from zrun.job import FailureReport, JobSpec
 from zrun.outputs import likeness
-from zrun.stall import position_lines, stall_report
+from zrun.stall import first_ranks, position_lines, stall_report
 from zrun.transport.base import AgentEnd
 
 _SLOW_END_SECONDS = 10.0  # from a traceback to the end of its process
@@ -199,8 +199,7 @@ class Outcome:
         ranks = sorted(e.rank for at, e in exits if e.returncode == 0 and not e.stopped and at < latest)
         if not ranks or 2 * len(ranks) > self.hosts[0].spec.world_size:
             return ""
-        names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-        return f"rank {names} had ended by itself, with exit code 0"
+        return f"rank {first_ranks(ranks)} had ended by itself, with exit code 0"
 
     def _alike(self, event: WorkerExited) -> set[int]:
         """Ranks that failed like this one; those that were ended while they said the same are among them."""

@@ -40,7 +40,7 @@ def stall_report(
     late = behind(positions)
     frames, odd = min(by_place.items(), key=lambda item: (not late & {e[1].rank for e in item[1]}, len(item[1])))
     host, event, log_path = min(odd, key=lambda entry: (entry[1].rank not in late, entry[1].rank))
-    ranks = ", ".join(str(entry[1].rank) for entry in odd[:8]) + (", ..." if len(odd) > 8 else "")
+    ranks = first_ranks([entry[1].rank for entry in odd])
     if len(by_place) == 1:
         message = f"{silent}: all are at {frames[0]}"
     else:
@@ -63,6 +63,11 @@ def stall_report(
     )
 
 
+def first_ranks(ranks: Sequence[int]) -> str:
+    """`0, 1, 2`; of more than eight the first."""
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
 def behind(positions: Mapping[int, RankPosition]) -> set[int]:
     """The ranks that began fewer operations than others; none if it is the same for all, or not known."""
     newest = max((one.operation for one in positions.values()), default=0)
@@ -78,7 +83,7 @@ def position_lines(positions: Mapping[int, RankPosition]) -> tuple[str, ...]:
         places.setdefault((one.operation, one.step, one.text), []).append(rank)
     lines = []
     for (operation, step, text), ranks in sorted(places.items(), key=lambda item: item[0][0]):
-        who = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
+        who = first_ranks(ranks) + (f" ({len(ranks)} ranks)" if len(ranks) > 8 else "")
         mark = "   <- behind" if late & set(ranks) else ""
         lines.append(f"rank {who}: {step} steps done, operation {operation}: {text}{mark}")
     left_out = len(lines) - _LINES

@@ -19,43 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zrun_runtime
+from tests.zrun_runtime.imagined import Net
 from zrun_runtime.config import load_config
 from zrun_runtime.model_size import size_of
 from zrun_runtime.savings import footprint_of, plan_of
 
 aten = torch.ops.aten
-
-
-class Block(nn.Module):
-    """A feed-forward block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Net(nn.Module):
-    """An embedding, blocks and a head: 3 million parameters. Its activations of two tokens are nothing beside them."""
-
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(2200, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
-        self.head = nn.Linear(width, 2200, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class FarDevice(TorchDispatchMode):
@@ -130,7 +104,7 @@ def train(case: dict[str, Any], path: str) -> dict[str, Any]:
     config = _config(case, path)
     with host_apart(), FarDevice() as device:
         with torch.device("meta"):
-            model = Net()
+            model = Net(256, 2200)  # 3 million parameters; activations of two tokens are nothing beside them
             ids = torch.zeros(1, 2, dtype=torch.int64)
         settings = load_config(config, world_size=world)
         planned = footprint_of(settings, size_of(model), plan_of(settings))

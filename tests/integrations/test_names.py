@@ -102,9 +102,16 @@ def _rows(text: str) -> list[tuple[str, str]]:
 
 
 def run(code: str, *, cwd: Path | None = None, options: tuple[str, ...] = ()) -> str:
-    path = os.pathsep.join([SITE, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = _python(SITE, ROOT, words=(*options, "-c", code), cwd=cwd)
+    assert not done.stderr
+    return done.stdout
+
+
+def _python(*found: str | Path, words: tuple[str, ...], cwd: Path | None) -> subprocess.CompletedProcess[str]:
+    """A program that ends well, with these folders first on its path."""
+    path = os.pathsep.join([*map(str, found), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, *options, "-c", code],
+        [sys.executable, *words],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -112,8 +119,7 @@ def run(code: str, *, cwd: Path | None = None, options: tuple[str, ...] = ()) ->
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
+    return done
 
 
 def test_names_that_others_use_are_there() -> None:
@@ -317,17 +323,7 @@ def test_the_report_is_the_doctors() -> None:
 
 
 def _without_facade(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(site), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=site,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return _python(ROOT, site, words=words, cwd=site)
 
 
 def test_the_page_has_the_tables_of_today() -> None:

@@ -233,9 +233,9 @@ def _announce(engine: Engine) -> None:
 
 def _tell_of_unasked_types(engine: Engine) -> None:
     """Parameters that came in 16 bits stay so; without a section of the config the loss of fp16 is not scaled."""
-    trained = {p.dtype for g in engine.zero.groups if g.master is not None for p in g.spec.parameters}
     if engine.settings.precision != "fp32":
         return
+    trained = {p.dtype for g in engine.zero.groups if g.master is not None for p in g.spec.parameters}
     if torch.float16 in trained and engine.loss_scale() == 1.0:
         text = "and the loss is not scaled, so small gradients vanish: enable the section fp16, or give it in fp32"
         notice("warning", f"the model came in fp16, the config has no section for it: it is trained as it is, {text}")
